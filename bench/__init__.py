@@ -1,0 +1,1 @@
+"""Benchmarks, instruments and the demonstration; `python -m bench` lists them."""

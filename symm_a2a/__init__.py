@@ -1,0 +1,57 @@
+"""All-to-all for mixture-of-experts expert parallelism, in Triton on symmetric memory."""
+
+from symm_a2a import runtime
+
+runtime.choose_runtime()
+
+from symm_a2a import baselines  # noqa: E402
+from symm_a2a.config import EPConfig  # noqa: E402
+from symm_a2a.dispatcher import (  # noqa: E402
+    Handle,
+    PendingCombine,
+    PendingDispatch,
+    SymmTokenDispatcher,
+)
+from symm_a2a.errors import (  # noqa: E402
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    EnvironmentUnsupportedError,
+    ExchangeError,
+    ExchangeMismatchError,
+    ExpertIdError,
+    InputError,
+    JoinedTwiceError,
+    LaneBusyError,
+    PeerLostError,
+    PeerTimeoutError,
+    SymmA2AError,
+)
+from symm_a2a.ops import checkpoint_ops  # noqa: E402
+from symm_a2a.virtual import VirtualWorld  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CapacityError",
+    "ClosedError",
+    "ConfigError",
+    "EPConfig",
+    "EnvironmentUnsupportedError",
+    "ExchangeError",
+    "ExchangeMismatchError",
+    "ExpertIdError",
+    "Handle",
+    "InputError",
+    "JoinedTwiceError",
+    "LaneBusyError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "PendingCombine",
+    "PendingDispatch",
+    "SymmA2AError",
+    "SymmTokenDispatcher",
+    "VirtualWorld",
+    "baselines",
+    "checkpoint_ops",
+]

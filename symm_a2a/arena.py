@@ -1,0 +1,102 @@
+"""The arena of one rank: symmetric memory, its lanes, and what they share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+
+import torch
+
+from symm_a2a.config import EPConfig
+from symm_a2a.errors import ClosedError, ConfigError
+from symm_a2a.lane import Lane
+from symm_a2a.layout import ArenaLayout
+from symm_a2a.memory import SymmetricMemory
+
+_log = logging.getLogger(__name__)
+
+_PER_DISPATCHER = ("capacity", "pad_multiple")
+"""Fields of a config that dispatchers of one arena may differ in."""
+
+
+def _leave(lanes: list[Lane]) -> None:
+    """Tell the peers that this rank will take part no more; runs when nobody closed the arena."""
+    with contextlib.suppress(Exception):
+        lanes[0].abort()
+
+
+class Arena:
+    """Symmetric memory and lanes, shared by all dispatchers of a model.
+
+    Args:
+        cfg: sizes and policies.
+        memory: this rank's symmetric memory, of `cfg.symmetric_bytes(W)` bytes.
+        layout: `cfg.layout(W)`.
+
+    Attributes:
+        anchor: float32 `(1,)`, a leaf that requires a gradient. It enters every dispatch, so
+            that a backward exists on every rank, also where this rank's inputs need none.
+    """
+
+    def __init__(self, cfg: EPConfig, memory: SymmetricMemory, layout: ArenaLayout) -> None:
+        self.closed = False
+        self.cfg = cfg
+        self.memory = memory
+        self.layout = layout
+        # Trainers build models under a meta device or in inference mode; neither may reach these.
+        with torch.inference_mode(False), torch.device(memory.device):
+            self.lanes = [
+                Lane(index, memory, layout, cfg.timeout, cfg.overflow) for index in range(layout.num_lanes)
+            ]
+            self.anchor = torch.zeros(1, dtype=torch.float32, device=memory.device, requires_grad=True)
+            self.sink = torch.zeros(1, dtype=torch.float32, device=memory.device)
+        # Nobody reads the anchor's gradient: dropped at once, it is never added up.
+        self.anchor.register_post_accumulate_grad_hook(_drop_grad)
+        self._finalizer = weakref.finalize(self, _leave, self.lanes)
+        _log.info(
+            "rank %d of %d: %.1f MiB of symmetric memory in %d lanes, backend %s",
+            memory.rank, layout.world_size, layout.nbytes / 2**20, layout.num_lanes, memory.backend,
+        )  # fmt: skip
+
+    def require_open(self) -> None:
+        """Raise `ClosedError` after `close`."""
+        if self.closed:
+            raise ClosedError("expected an open dispatcher, got one whose arena was closed")
+
+    def require_fits(self, cfg: EPConfig) -> None:
+        """Raise where a dispatcher's config differs from the arena's in what they share.
+
+        Raises:
+            ConfigError: names the fields, and both values of each.
+        """
+        differences = [
+            f"{name} {getattr(self.cfg, name)!r} in the arena and {getattr(cfg, name)!r} in the config"
+            for name in cfg.__dataclass_fields__
+            if name not in _PER_DISPATCHER and getattr(self.cfg, name) != getattr(cfg, name)
+        ]
+        if differences:
+            raise ConfigError(
+                f"expected the arena's sizes and policies (all but {', '.join(_PER_DISPATCHER)}), got "
+                + "; ".join(differences)
+            )
+
+    def close(self, *, failed: bool = False) -> None:
+        """Give the symmetric memory back; a second call does nothing.
+
+        Args:
+            failed: this rank leaves because of an error: peers that wait for it end at once.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        self._finalizer.detach()
+        failed = failed or any(lane.failure for lane in self.lanes)
+        if failed:
+            self.lanes[0].abort()
+        self.lanes.clear()
+        self.memory.close(failed=failed)
+
+
+def _drop_grad(anchor: torch.Tensor) -> None:
+    anchor.grad = None

@@ -1,0 +1,94 @@
+"""What a dispatcher is built from: sizes, capacities, limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from symm_a2a.errors import ConfigError
+from symm_a2a.layout import ArenaLayout
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPConfig:
+    """Sizes and policies of an expert-parallel exchange; equal on every rank.
+
+    Args:
+        num_experts: E, the experts of all ranks together; a multiple of the ranks.
+        top_k: K, the experts each token is routed to.
+        hidden_dim: D, the elements of a token row.
+        max_tokens_per_rank: C, the most tokens a rank may dispatch at once. Symmetric
+            memory is sized by it; the row buffers are not.
+        dtype: of token rows: bfloat16, float16, float32, or float64 (gradient checks).
+        num_lanes: independent exchanges that can be in flight at once. Two are the
+            double buffer.
+        capacity: rows a rank can receive. `"exact"` allocates what arrived, for one read
+            of the row count by the host; an `int` allocates that many rows and never
+            makes the host wait.
+        pad_multiple: each expert's rows start at a multiple of this many rows and are
+            padded with zero rows to the next one.
+        overflow: what happens to rows past an `int` capacity. They are always dropped,
+            the last experts' first; `"raise"` also raises `CapacityError` at the next
+            call, `"drop"` only counts them.
+        timeout: seconds a rank waits for a peer before it raises `PeerTimeoutError`.
+
+    Raises:
+        ConfigError: a value is out of range; the message says what was expected.
+
+    Example:
+        >>> cfg = EPConfig(num_experts=64, top_k=8, hidden_dim=7168, max_tokens_per_rank=4096)
+        >>> round(cfg.symmetric_bytes(world_size=8) / 2**30, 2)
+        1.76
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_dim: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype = torch.bfloat16
+    num_lanes: int = 2
+    capacity: int | Literal["exact"] = "exact"
+    pad_multiple: int = 1
+    overflow: Literal["raise", "drop"] = "raise"
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        counts = ("num_experts", "top_k", "hidden_dim", "max_tokens_per_rank", "num_lanes", "pad_multiple")
+        for name in counts:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"expected {name} to be a positive int, got {value!r}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"expected dtype to be one of {DTYPES}, got {self.dtype!r}")
+        exact = self.capacity == "exact"
+        if not exact and (isinstance(self.capacity, (bool, str)) or not self.capacity >= 1):
+            raise ConfigError(f'expected capacity to be "exact" or a positive int, got {self.capacity!r}')
+        if self.overflow not in ("raise", "drop"):
+            raise ConfigError(f'expected overflow to be "raise" or "drop", got {self.overflow!r}')
+        if not self.timeout > 0:
+            raise ConfigError(f"expected timeout to be a positive number of seconds, got {self.timeout!r}")
+
+    def layout(self, world_size: int) -> ArenaLayout:
+        """Return the arena's layout for a group of `world_size` ranks.
+
+        Raises:
+            ConfigError: the experts do not divide among the ranks, or a size exceeds what
+                the device's 32-bit indices can address.
+        """
+        return ArenaLayout(
+            world_size=world_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden_dim=self.hidden_dim,
+            max_tokens=self.max_tokens_per_rank,
+            dtype=self.dtype,
+            num_lanes=self.num_lanes,
+        )
+
+    def symmetric_bytes(self, world_size: int) -> int:
+        """Return the symmetric memory one rank will allocate, in bytes, exactly."""
+        return self.layout(world_size).nbytes

@@ -1,0 +1,323 @@
+"""The token dispatcher: what a trainer calls."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from symm_a2a import ops
+from symm_a2a.arena import Arena
+from symm_a2a.config import EPConfig
+from symm_a2a.errors import ClosedError, ConfigError, InputError, JoinedTwiceError
+from symm_a2a.exchange import EXACT, Routing
+from symm_a2a.memory import Backend, create_memory, default_device
+from symm_a2a.ops.split import (
+    CombineState,
+    DispatchState,
+    finish_combine,
+    finish_dispatch,
+    start_combine,
+    start_dispatch,
+)
+from symm_a2a.validation import check_combine, check_dispatch
+
+
+class Handle(NamedTuple):
+    """What a combine needs to know of its dispatch; ordinary tensors, owned by the handle.
+
+    A handle may be combined any number of times, and stays good whatever the lane does since.
+
+    Attributes:
+        routing: where the copies went.
+        token: float32 `(1,)`; orders the backward, holds nothing.
+        num_rows: R, the rows that the dispatch gave.
+        pad_multiple: of the dispatcher.
+        lane: the lane of the dispatch, where its combine runs too.
+    """
+
+    routing: Routing
+    token: Tensor
+    num_rows: int
+    pad_multiple: int
+    lane: int
+
+    @property
+    def copies_sent_W(self) -> Tensor:
+        """int32, the copies that this rank sent to each rank, itself included."""
+        return self.routing.tally[: self.routing.copy_of_peer_TW.shape[1]]
+
+
+class PendingDispatch:
+    """A dispatch in flight; `join` waits for it."""
+
+    def __init__(self, state: DispatchState, flying: Tensor, lane: int) -> None:
+        self._state: DispatchState | None = state
+        self._flying = flying
+        self._lane = lane
+
+    def join(self) -> tuple[Tensor, Tensor, Handle]:
+        """Wait for the rows; returns what `SymmTokenDispatcher.dispatch` does.
+
+        Raises:
+            JoinedTwiceError: it has been joined before.
+            ExchangeError: a peer did not take part.
+        """
+        if self._state is None:
+            raise JoinedTwiceError("expected a pending dispatch, got one that was joined before")
+        state, self._state = self._state, None
+        rows, counts, routing, token = finish_dispatch(state, self._flying)
+        return rows, counts, Handle(routing, token, rows.shape[0], state.pad_multiple, self._lane)
+
+
+class PendingCombine:
+    """A combine in flight; `join` waits for it."""
+
+    def __init__(self, state: CombineState, flying: Tensor) -> None:
+        self._state: CombineState | None = state
+        self._flying = flying
+
+    def join(self) -> Tensor:
+        """Wait for the sums; returns what `SymmTokenDispatcher.combine` does.
+
+        Raises:
+            JoinedTwiceError: it has been joined before.
+            ExchangeError: a peer did not take part.
+        """
+        if self._state is None:
+            raise JoinedTwiceError("expected a pending combine, got one that was joined before")
+        state, self._state = self._state, None
+        return finish_combine(state, self._flying)
+
+
+class SymmTokenDispatcher:
+    """Moves token rows to the ranks of their experts and back, through symmetric memory.
+
+    Every rank of the group runs every exchange in the same order, forward and backward, also
+    with zero tokens. Results are ordinary tensors; no later call changes them.
+
+    Args:
+        cfg: sizes and policies, equal on every rank.
+        group: the expert-parallel group; None for the default group, or a group of one where
+            torch.distributed is not initialised. Construction is collective over it.
+        device: where rows live; None for the current CUDA device, else the CPU.
+        backend: `"cuda"`, `"host"` or `"virtual"`; None chooses by device and group.
+        arena: another dispatcher's arena, to share its memory and lanes; `group`, `device` and
+            `backend` then come with it, and construction is not collective. Its owner closes it.
+
+    Raises:
+        ConfigError: a size does not fit the group or the arena, or the ranks disagree.
+        EnvironmentUnsupportedError: the backend cannot work here.
+
+    Example:
+        >>> cfg = EPConfig(num_experts=2, top_k=1, hidden_dim=2, max_tokens_per_rank=4, dtype=torch.float32)
+        >>> with SymmTokenDispatcher(cfg, device="cpu") as dispatcher:
+        ...     x, scores, ids = torch.eye(2), torch.tensor([[1.0], [0.5]]), torch.tensor([[1], [0]])
+        ...     rows, tokens_per_expert, handle = dispatcher.dispatch(x, scores, ids)
+        ...     out = dispatcher.combine(rows * 10, handle)
+        >>> rows.tolist(), tokens_per_expert.tolist(), out.tolist()
+        ([[0.0, 1.0], [1.0, 0.0]], [1, 1], [[10.0, 0.0], [0.0, 5.0]])
+    """
+
+    def __init__(
+        self,
+        cfg: EPConfig,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        backend: Backend | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        self.cfg = cfg
+        self._owns_arena = arena is None
+        if arena is None:
+            arena = _create_arena(cfg, group, device, backend)
+        elif group is not None or device is not None or backend is not None:
+            raise ConfigError("expected arena= alone, got group, device or backend too; the arena has its own")
+        arena.require_open()
+        arena.require_fits(cfg)
+        self.arena = arena
+        self.device = arena.memory.device
+        self.world_size = arena.layout.world_size
+        self.rank = arena.memory.rank
+        self._closed = False
+        self._score_dtype = arena.layout.score_dtype
+        self._capacity = EXACT if cfg.capacity == "exact" else cfg.capacity
+        self._lanes = [ops.enter_lane(lane) for lane in arena.lanes]
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        scores_TK: Tensor,
+        topk_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor | None = None,
+        *,
+        lane: int = 0,
+    ) -> tuple[Tensor, Tensor, Handle]:
+        """Send every token to the ranks of its experts, and return the rows that arrive here.
+
+        Args:
+            x_TD: token rows of `cfg.dtype`; T may differ between ranks and calls, and be 0.
+            scores_TK: the weight of each slot, any floating dtype; applied by `combine`, in
+                fp32 (fp64 for fp64 rows).
+            topk_ids_TK: int32 or int64, the expert of each slot; -1 masks a slot. The same
+                expert twice counts twice.
+            num_local_tokens_per_expert_E: accepted as trainers pass it, and not needed.
+            lane: which lane to use, the same on every rank.
+
+        Returns:
+            Rows `(R, D)` in (expert, origin rank, origin slot) order, each expert's padded with
+            zero rows to `cfg.pad_multiple`; int32 `(L,)`, the rows of each local expert, pads
+            included; and the handle for `combine`. R is what arrived with `capacity="exact"`,
+            else `cfg.capacity`, with zeros behind the last expert's rows.
+
+        Raises:
+            InputError: a wrong shape, dtype or device, or more tokens than the capacity of a
+                rank; no peer has been touched.
+            ExpertIdError: an id out of range; nothing was sent for that slot. The exchange
+                itself has completed, so the peers are not stuck.
+            LaneBusyError: the lane has an exchange in flight.
+            ExchangeError: a peer did not take part, or runs another operation.
+            ClosedError: the dispatcher was closed.
+        """
+        self._require_open()
+        check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
+        rows_RD, tokens_per_expert_L, *routing, token = ops.dispatch(
+            x_TD, scores_TK.to(self._score_dtype), topk_ids_TK, self.arena.anchor, self._lane_number(lane),
+            self.world_size, self.arena.layout.num_local_experts, self.cfg.max_tokens_per_rank,
+            self._capacity, self.cfg.pad_multiple,
+        )  # fmt: skip
+        handle = Handle(Routing(*routing), token, rows_RD.shape[0], self.cfg.pad_multiple, lane)
+        return rows_RD, tokens_per_expert_L, handle
+
+    def combine(self, y_RD: Tensor, handle: Handle, x_TD: Tensor | None = None) -> Tensor:
+        """Return each token's weighted sum of expert outputs to its origin.
+
+        Args:
+            y_RD: one output row for each row of the dispatch, of `cfg.dtype`.
+            handle: of the dispatch; it may be combined again.
+            x_TD: accepted as trainers pass it, and not needed.
+
+        Returns:
+            `(T, D)`: `sum_k score[t, k] * y[row of (t, k)]`, summed in fp32 (fp64 for fp64
+            rows), rounded once per rank it comes from and once at the end. Masked and dropped
+            slots add nothing.
+
+        Raises:
+            InputError: a wrong shape, dtype or device; no peer has been touched.
+            LaneBusyError, ExchangeError, ClosedError: as for `dispatch`.
+        """
+        del x_TD
+        self._require_open()
+        self._check_combine(y_RD, handle)
+        out_TD, token = ops.combine(
+            y_RD, *handle.routing, handle.token, self._lane_number(handle.lane), handle.pad_multiple
+        )
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            # Without a backward nothing reads the token, and a graph whose rank has no tokens
+            # would drop the exchange; a mutation it cannot drop.
+            self.arena.sink.copy_(token)
+        return out_TD
+
+    def dispatch_async(
+        self,
+        x_TD: Tensor,
+        scores_TK: Tensor,
+        topk_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor | None = None,
+        *,
+        lane: int = 0,
+    ) -> PendingDispatch:
+        """Launch a dispatch; `join` on the result gives what `dispatch` returns.
+
+        Between the two anything may run that does not use the same lane; in the backward the
+        gap is there too. Eager mode only. Arguments and errors are those of `dispatch`.
+        """
+        self._require_open()
+        check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
+        self._lane_number(lane)
+        state = DispatchState(self.arena.lanes[lane], self.arena.anchor, self._capacity, self.cfg.pad_multiple)
+        flying = start_dispatch(state, x_TD, scores_TK.to(self._score_dtype), topk_ids_TK)
+        return PendingDispatch(state, flying, lane)
+
+    def combine_async(self, y_RD: Tensor, handle: Handle, x_TD: Tensor | None = None) -> PendingCombine:
+        """Launch a combine; `join` on the result gives what `combine` returns.
+
+        Arguments and errors are those of `combine`; eager mode only.
+        """
+        del x_TD
+        self._require_open()
+        self._check_combine(y_RD, handle)
+        self._lane_number(handle.lane)
+        state = CombineState(self.arena.lanes[handle.lane], self.arena.anchor.detach(), handle.pad_multiple)
+        flying = start_combine(state, y_RD, handle.routing, handle.token)
+        return PendingCombine(state, flying)
+
+    def warmup(self) -> None:
+        """Run every operation once in every lane, so that all kernels are compiled.
+
+        Collective. Call it before capturing a graph or measuring time.
+        """
+        cfg = self.cfg
+        for lane in range(cfg.num_lanes):
+            for ids_dtype in (torch.int32, torch.int64):
+                with torch.inference_mode(False), torch.enable_grad():
+                    x = torch.zeros(1, cfg.hidden_dim, dtype=cfg.dtype, device=self.device, requires_grad=True)
+                    scores = torch.zeros(1, cfg.top_k, device=self.device)
+                    ids = torch.full((1, cfg.top_k), -1, dtype=ids_dtype, device=self.device)
+                    rows, _, handle = self.dispatch(x, scores, ids, lane=lane)
+                    self.combine(rows, handle).sum().backward()
+
+    def close(self) -> None:
+        """Give the symmetric memory back, if this dispatcher made it; a second call does nothing.
+
+        Collective on GPUs, where a peer's memory must stay until its last reader is done.
+        """
+        self._close(failed=False)
+
+    def __enter__(self) -> SymmTokenDispatcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(failed=error is not None)
+
+    def _close(self, *, failed: bool) -> None:
+        self._closed = True
+        if self._owns_arena:
+            self.arena.close(failed=failed)
+
+    def _require_open(self) -> None:
+        if self._closed or self.arena.closed:
+            raise ClosedError("expected an open dispatcher, got one that was closed, or whose arena was")
+
+    def _lane_number(self, lane: int) -> int:
+        if not 0 <= lane < len(self._lanes):
+            raise InputError(f"expected a lane in [0, {len(self._lanes)}), got {lane}")
+        return self._lanes[lane]
+
+    def _check_combine(self, y_RD: Tensor, handle: Handle) -> None:
+        if not isinstance(handle, Handle):
+            raise InputError(f"expected the handle of a dispatch, got {type(handle).__name__}")
+        check_combine(self.cfg, self.device, y_RD, handle.num_rows)
+
+
+def _create_arena(
+    cfg: EPConfig,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str | None,
+    backend: Backend | None,
+) -> Arena:
+    """Allocate, map and agree on an arena over a group; collective."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    device = default_device() if device is None else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    layout = cfg.layout(1 if group is None else dist.get_world_size(group))
+    memory = create_memory(layout.nbytes, repr(cfg), device, group, backend)
+    return Arena(cfg, memory, layout)

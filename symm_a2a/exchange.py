@@ -1,0 +1,202 @@
+"""The four operations as launches and joins: which kernels run, in which order.
+
+A launch opens the lane, runs the kernels that write to peers and publish; a join waits,
+runs the kernels that read, and frees the sections. Between the two, other work may run,
+other lanes included. In a virtual world every rank launches before any rank joins.
+
+Everything an exchange returns is ordinary memory: the sections may be overwritten as soon as
+a join has run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from symm_a2a.kernels.channel import Kind
+from symm_a2a.kernels.count import count
+from symm_a2a.kernels.expand import expand
+from symm_a2a.kernels.expand_grad import expand_grad
+from symm_a2a.kernels.finish import finish
+from symm_a2a.kernels.gather import gather
+from symm_a2a.kernels.scatter import scatter
+from symm_a2a.lane import Lane
+
+EXACT = -1
+"""The capacity that stands for as many rows as arrive."""
+
+
+class Routing(NamedTuple):
+    """Where a dispatch put its copies: all that later exchanges need, in memory of its own.
+
+    Attributes:
+        copy_of_peer_TW: int32, at the origin: each token's copy at each peer, or -1.
+        copy_of_slot_TK: int32, at the origin: `peer * C + copy` of each slot, or -1.
+        row_of_copy: int32 `(W, C, K)`, at the experts: each received copy's rows, or -1.
+        score_of_copy: `(W, C, K)`, at the experts: the scores of those rows; differentiable.
+        tally: int32 `(2 W + L + 1,)`: copies sent to each peer, copies received from each
+            peer, rows of each local expert, the dispatch's epoch.
+    """
+
+    copy_of_peer_TW: torch.Tensor
+    copy_of_slot_TK: torch.Tensor
+    row_of_copy: torch.Tensor
+    score_of_copy: torch.Tensor
+    tally: torch.Tensor
+
+
+class Dispatched(NamedTuple):
+    """What a dispatch gives: rows `(R, D)`, int32 `(L,)` padded counts, routing, token."""
+
+    rows_RD: torch.Tensor
+    tokens_per_expert_L: torch.Tensor
+    routing: Routing
+    token: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DispatchFlight:
+    """A dispatch between launch and join; holds its inputs until they have been sent."""
+
+    lane: Lane
+    routing: Routing
+    capacity: int
+    pad_multiple: int
+    inputs: tuple[torch.Tensor, ...]
+
+
+def _token(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(1, dtype=torch.float32)
+
+
+def launch_dispatch(
+    lane: Lane,
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    ids_TK: torch.Tensor,
+    capacity: int,
+    pad_multiple: int,
+) -> DispatchFlight:
+    """Send every token's row to the ranks of its experts."""
+    layout = lane.layout
+    W, C, K = layout.world_size, layout.max_tokens, layout.top_k
+    x_TD, ids_TK = x_TD.contiguous(), ids_TK.contiguous()
+    scores_TK = scores_TK.to(layout.score_dtype).contiguous()
+    T = x_TD.shape[0]
+    routing = Routing(
+        copy_of_peer_TW=ids_TK.new_empty((T, W), dtype=torch.int32),
+        copy_of_slot_TK=ids_TK.new_empty((T, K), dtype=torch.int32),
+        row_of_copy=ids_TK.new_empty((W, C, K), dtype=torch.int32),
+        score_of_copy=scores_TK.new_empty((W, C, K)),
+        tally=ids_TK.new_empty(2 * W + layout.num_local_experts + 1, dtype=torch.int32),
+    )
+    lane.begin(Kind.DISPATCH)
+    expert_sums, peer_sums = count(lane.channel, ids_TK, routing.tally)
+    if capacity == EXACT:
+        lane.start_row_count(pad_multiple)
+    scatter(
+        lane.channel, Kind.DISPATCH, x_TD, routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
+        slots=(ids_TK, scores_TK, expert_sums, peer_sums),
+    )  # fmt: skip
+    inputs = (x_TD, scores_TK, ids_TK, expert_sums, peer_sums)
+    return DispatchFlight(lane, routing, capacity, pad_multiple, inputs)
+
+
+def join_dispatch(flight: DispatchFlight) -> Dispatched:
+    """Take the rows that a dispatch brought here, in (expert, origin rank, origin slot) order."""
+    lane, routing = flight.lane, flight.routing
+    layout = lane.layout
+    exact = flight.capacity == EXACT
+    num_rows = lane.row_count(flight.pad_multiple) if exact else flight.capacity
+    x_TD = flight.inputs[0]
+    rows_RD = x_TD.new_empty((num_rows, layout.hidden_dim))
+    tokens_per_expert_L = x_TD.new_empty(layout.num_local_experts, dtype=torch.int32)
+    token = _token(x_TD)
+    lane.arrive(Kind.DISPATCH)
+    expand(
+        lane.channel, rows_RD, tokens_per_expert_L, routing.row_of_copy, routing.score_of_copy,
+        routing.tally, token, pad_multiple=flight.pad_multiple, exact=exact,
+    )  # fmt: skip
+    lane.end()
+    return Dispatched(rows_RD, tokens_per_expert_L, routing, token)
+
+
+def launch_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Send back, for every copy received, the weighted sum of its rows; return the rows sent."""
+    y_RD = y_RD.contiguous()
+    lane.begin(Kind.COMBINE)
+    gather(lane.channel, Kind.COMBINE, y_RD, routing.row_of_copy, routing.score_of_copy, routing.tally)
+    return y_RD
+
+
+def join_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum what came back for each token; return `(T, D)` and a token."""
+    T = routing.copy_of_peer_TW.shape[0]
+    out_TD, token = y_RD.new_empty((T, lane.layout.hidden_dim)), _token(y_RD)
+    lane.arrive(Kind.COMBINE)
+    finish(
+        lane.channel, Kind.COMBINE, out_TD, token,
+        routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
+    )  # fmt: skip
+    lane.end()
+    return out_TD, token
+
+
+def launch_combine_backward(lane: Lane, grad_out_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Send each token's output gradient where its row went; return the rows sent."""
+    grad_out_TD = grad_out_TD.contiguous()
+    lane.begin(Kind.COMBINE_BACKWARD)
+    scatter(
+        lane.channel, Kind.COMBINE_BACKWARD, grad_out_TD,
+        routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
+    )  # fmt: skip
+    return grad_out_TD
+
+
+def join_combine_backward(
+    lane: Lane, y_RD: torch.Tensor, routing: Routing, pad_multiple: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of the rows `(R, D)` and of their scores `(W, C, K)`, and a token."""
+    y_RD = y_RD.contiguous()
+    grad_y_RD, token = torch.empty_like(y_RD), _token(y_RD)
+    grad_score_of_copy = torch.empty_like(routing.score_of_copy)
+    lane.arrive(Kind.COMBINE_BACKWARD)
+    expand_grad(
+        lane.channel, grad_y_RD, grad_score_of_copy, y_RD, routing.row_of_copy, routing.score_of_copy,
+        routing.tally, token, pad_multiple=pad_multiple,
+    )  # fmt: skip
+    lane.end()
+    return grad_y_RD, grad_score_of_copy, token
+
+
+def launch_dispatch_backward(
+    lane: Lane, grad_rows_RD: torch.Tensor, grad_score_of_copy: torch.Tensor | None, routing: Routing
+) -> torch.Tensor:
+    """Send back each copy's summed row gradients, its score gradients with them."""
+    grad_rows_RD = grad_rows_RD.contiguous()
+    if grad_score_of_copy is not None:
+        grad_score_of_copy = grad_score_of_copy.contiguous()
+    lane.begin(Kind.DISPATCH_BACKWARD)
+    gather(
+        lane.channel, Kind.DISPATCH_BACKWARD, grad_rows_RD, routing.row_of_copy, grad_score_of_copy, routing.tally
+    )
+    return grad_rows_RD
+
+
+def join_dispatch_backward(
+    lane: Lane, grad_rows_RD: torch.Tensor, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of the tokens `(T, D)` and of their scores `(T, K)`, and a token."""
+    T, K = routing.copy_of_slot_TK.shape
+    grad_x_TD = grad_rows_RD.new_empty((T, lane.layout.hidden_dim))
+    grad_scores_TK = routing.score_of_copy.new_empty((T, K))
+    token = _token(grad_rows_RD)
+    lane.arrive(Kind.DISPATCH_BACKWARD)
+    finish(
+        lane.channel, Kind.DISPATCH_BACKWARD, grad_x_TD, token,
+        routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally, grad_scores_TK,
+    )  # fmt: skip
+    lane.end()
+    return grad_x_TD, grad_scores_TK, token

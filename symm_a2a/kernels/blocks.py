@@ -1,0 +1,80 @@
+"""Block sizes and grids, in one table: no kernel is tuned at run time.
+
+Ranks must agree on nothing here, but a rank that tuned for itself would be late for the
+others. Under the interpreter a program costs the same whatever its size, so blocks are as
+large as memory allows and the grid has one program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+from symm_a2a.kernels.channel import Channel
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether `@triton.jit` makes interpreted functions in this process."""
+
+_TILE = 1 << 20
+"""Elements of the largest tile that the interpreter is given."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile sizes of a layout; powers of two.
+
+    Attributes:
+        tokens: tokens whose slots are counted and placed together.
+        strip: slots compared at once with the slots of a block.
+        sums: block counts added at once.
+        copies: copies whose headers are read together.
+        rows: payload rows of a tile.
+        columns: payload elements of a row in a tile.
+        peers: peers a tile is stored to, or summed over, at once.
+        slots: slots of a copy that are summed at once.
+        vector: elements that one thread reduces before threads combine.
+        warps: warps of a program.
+    """
+
+    tokens: int
+    strip: int
+    sums: int
+    copies: int
+    rows: int
+    columns: int
+    peers: int
+    slots: int
+    vector: int
+    warps: int
+
+
+def padded(n: int) -> int:
+    """Return the smallest power of two that is at least `n`."""
+    return triton.next_power_of_2(n)
+
+
+def blocks_for(channel: Channel) -> Blocks:
+    """Return the tile sizes for a lane, from its sizes and from where kernels run."""
+    layout = channel.layout
+    k_pad, w_pad = padded(layout.top_k), padded(layout.world_size)
+    itemsize = layout.dtype.itemsize
+    peers, slots = min(8, w_pad), min(8, k_pad)
+    if INTERPRETED:
+        columns = min(4096, padded(layout.padded_hidden))
+        rows = max(1, min(256, padded(layout.max_tokens), _TILE // (columns * max(peers, k_pad))))
+        tokens = max(1, min(256, padded(layout.max_tokens), _TILE // (64 * k_pad)))
+        return Blocks(
+            tokens=tokens, strip=min(64, tokens * k_pad), sums=16, copies=max(32, rows), rows=rows,
+            columns=columns, peers=peers, slots=slots, vector=16 // itemsize, warps=4,
+        )  # fmt: skip
+    tokens = max(1, 128 // k_pad)
+    return Blocks(
+        tokens=tokens, strip=16, sums=16, copies=32, rows=1, columns=2048 // itemsize,
+        peers=peers, slots=min(4, slots), vector=16 // itemsize, warps=4,
+    )  # fmt: skip
+
+
+def grid_for(channel: Channel, work: int) -> tuple[int]:
+    """Return a grid of at most the device's programs; never 0, which Triton would skip."""
+    return (max(1, min(work, 1 if INTERPRETED else channel.programs)),)

@@ -1,0 +1,187 @@
+"""Copy each received row to the rows of its local experts, in expert-major order."""
+
+import torch
+import triton
+import triton.language as tl
+
+from symm_a2a.kernels.addresses import section_block
+from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
+from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
+from symm_a2a.kernels.flags import (
+    WAIT_COPIES,
+    acquire,
+    agreed,
+    copies_in,
+    epoch_words,
+    healthy,
+    label_of,
+    last_program,
+    publish,
+    report,
+)
+from symm_a2a.kernels.gaps import expert_starts, zero_gaps
+
+_DONE = tl.constexpr(int(Cell.DONE_EXPAND))
+_JOINED = tl.constexpr(int(Cell.SCATTER_JOINED))
+_OVERFLOW = tl.constexpr(int(Report.OVERFLOW_ROWS))
+_KIND = tl.constexpr(int(Kind.DISPATCH))
+
+
+@triton.jit
+def _read_headers(
+    headers_ptr, row_of_copy_ptr, score_of_copy_ptr, row_starts, source, first, received, capacity, C,
+    K: tl.constexpr, K_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Turn a block of headers into rows and scores, kept for the combine and the backward.
+
+    A header's word is `position * L + local expert`, or -1 for a slot that another rank has;
+    the row is the position plus where the rows of (origin, expert) start.
+    """
+    j = first + tl.arange(0, BLOCK_C)
+    k = tl.arange(0, K_PAD)
+    half = tl.arange(0, 2 * K_PAD)
+    copy = source * C + j
+    header = tl.load(
+        headers_ptr + copy[:, None].to(tl.int64) * (2 * K) + half[None, :],
+        mask=(j < received)[:, None] & (half < 2 * K)[None, :], other=-1,
+    )  # fmt: skip
+    word, score_bits = tl.split(tl.reshape(header, [BLOCK_C, K_PAD, 2]))
+    word = word.to(tl.int32)
+    slot = tl.maximum(word, 0)
+    start = tl.gather(row_starts, tl.reshape(source * L_PAD + slot % L, [BLOCK_C * K_PAD]), 0)
+    row = tl.reshape(start, [BLOCK_C, K_PAD]) + slot // L
+    row = tl.where((word >= 0) & (row < capacity), row, -1)
+    mask = (j < received)[:, None] & (k < K)[None, :]
+    tl.store(row_of_copy_ptr + copy[:, None] * K + k[None, :], row, mask=mask)
+    scores = score_bits.to(score_of_copy_ptr.dtype.element_ty, bitcast=True)
+    tl.store(score_of_copy_ptr + copy[:, None] * K + k[None, :], scores, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank", "C", "capacity"])
+def _expand_kernel(
+    rows_ptr, tokens_per_expert_ptr, row_of_copy_ptr, score_of_copy_ptr, tally_ptr, token_ptr,
+    counts_ptr, headers_ptr, payload_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr, rank, C, capacity,
+    FREE: tl.constexpr, PAD: tl.constexpr, GAPS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, L_PAD: tl.constexpr,
+    W: tl.constexpr, W_PAD: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Expand the copies of all sections, block by block, and free the sections.
+
+    The counts of all ranks say where the rows of each (expert, origin) start, so nothing is
+    scanned: order is (expert, origin rank, origin slot).
+
+    Example: rank 0 owns experts 0 and 1; origins 0 and 1 send it `[2, 1]` and `[1, 1]` slots.
+    Expert 0 has rows 0, 1 (origin 0) and 2 (origin 1), expert 1 has 3 and 4.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    L: tl.constexpr = E // W
+    w = tl.arange(0, W_PAD)
+    e = tl.arange(0, L_PAD)
+    k = tl.arange(0, K_PAD)
+    epoch = tl.load(state_ptr + _JOINED) + 1
+    label = label_of(epoch, _KIND)
+    words = acquire(ready_ptr, W, W_PAD)
+    here = agreed(words, epoch, label, W, W_PAD)
+    if here == 0:
+        report(state_ptr, status_ptr, words, epoch, label, _KIND, WAIT_COPIES, W, W_PAD)
+    if here & healthy(state_ptr):
+        received = copies_in(words)
+        counts = tl.load(
+            counts_ptr + w[:, None] * E + rank * L + e[None, :],
+            mask=(w < W)[:, None] & (e < L)[None, :], other=0,
+        )  # fmt: skip
+        expert_rows = tl.sum(counts, 0)
+        start, size = expert_starts(expert_rows, PAD)
+        row_starts = tl.reshape(tl.cumsum(counts, 0) - counts + start[None, :], [W_PAD * L_PAD])
+        if program == 0:
+            tl.store(tally_ptr + W + w, received, mask=w < W)
+            tl.store(tally_ptr + 2 * W + e, expert_rows, mask=e < L)
+            tl.store(tally_ptr + 2 * W + L, (epoch & 0x7FFFFFFF).to(tl.int32))
+            tl.store(token_ptr, 0.0)
+            # A grouped GEMM that follows must not read past the capacity.
+            within = tl.maximum(tl.minimum(size, capacity - start), 0)
+            tl.store(tokens_per_expert_ptr + e, within, mask=e < L)
+            dropped = tl.sum(tl.maximum(expert_rows - tl.maximum(capacity - start, 0), 0), 0)
+            if dropped > 0:
+                tl.atomic_add(status_ptr + _OVERFLOW, dropped.to(tl.int64), sem="relaxed", scope="sys")
+        blocks = (received + BLOCK_C - 1) // BLOCK_C
+        for index in tl.range(program, tl.sum(blocks, 0), programs):
+            source, block = section_block(index, blocks, W_PAD)
+            first = block * BLOCK_C
+            count = tl.sum(tl.where(w == source, received, 0), 0)
+            _read_headers(
+                headers_ptr, row_of_copy_ptr, score_of_copy_ptr, row_starts, source, first, count,
+                capacity, C, K, K_PAD, L, L_PAD, BLOCK_C,
+            )  # fmt: skip
+            tl.debug_barrier()
+            for r in tl.range(0, tl.minimum(BLOCK_C, count - first), BLOCK_R):
+                j = first + r + tl.arange(0, BLOCK_R)
+                copy = source * C + j
+                row = tl.load(
+                    row_of_copy_ptr + copy[:, None] * K + k[None, :],
+                    mask=(j < count)[:, None] & (k < K)[None, :], other=-1,
+                )  # fmt: skip
+                for c in tl.range(0, D, BLOCK_N):
+                    column = c + tl.arange(0, BLOCK_N)
+                    tile = tl.load(
+                        payload_ptr + copy[:, None].to(tl.int64) * P + column[None, :],
+                        mask=(j < count)[:, None] & (column < P)[None, :],
+                    )
+                    tl.store(
+                        rows_ptr + row[:, :, None].to(tl.int64) * D + column[None, None, :],
+                        tl.broadcast_to(tile[:, None, :], [BLOCK_R, K_PAD, BLOCK_N]),
+                        mask=(row >= 0)[:, :, None] & (column < D)[None, None, :],
+                    )
+        if GAPS:
+            zero_gaps(rows_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)
+    if last_program(state_ptr + _DONE):
+        if healthy(state_ptr):
+            tl.store(state_ptr + _JOINED, epoch)
+            publish(peers_ptr, FREE, rank, epoch_words(epoch, W_PAD), W, W_PAD)
+
+
+def expand(
+    channel: Channel,
+    rows_RD: torch.Tensor,
+    tokens_per_expert_L: torch.Tensor,
+    row_of_copy: torch.Tensor,
+    score_of_copy: torch.Tensor,
+    tally: torch.Tensor,
+    token: torch.Tensor,
+    *,
+    pad_multiple: int,
+    exact: bool,
+) -> None:
+    """Take a dispatch's copies out of symmetric memory, into expert-major rows.
+
+    Needs every peer's copies to have arrived; reports the lane as failed where they have not,
+    or where they are another operation's. When the kernel has run, every peer may overwrite
+    its section here.
+
+    Args:
+        channel: the lane.
+        rows_RD: written whole; rows past its end are dropped and counted.
+        tokens_per_expert_L: int32, written: padded counts that stay within `rows_RD`.
+        row_of_copy: int32 `(W, C, K)`, written for each received copy: its rows, or -1.
+        score_of_copy: `(W, C, K)` of the score dtype, written likewise.
+        tally: int32 `(2 W + L + 1,)`; from `W` on written: copies received from each peer,
+            rows of each local expert before padding and drops, the dispatch's epoch.
+        token: float32 `(1,)`, set to zero.
+        pad_multiple: each expert's rows are padded to a multiple of it.
+        exact: whether `rows_RD` has exactly as many rows as arrive.
+    """
+    layout = channel.layout
+    blocks = blocks_for(channel)
+    W, L = layout.world_size, layout.num_local_experts
+    _expand_kernel[grid_for(channel, W * triton.cdiv(layout.max_tokens, blocks.copies))](
+        rows_RD, tokens_per_expert_L, row_of_copy, score_of_copy, tally, token,
+        channel.local["counts"], channel.local["headers"], channel.local["scatter_rows"],
+        channel.peers_W, channel.local["scatter_ready"], channel.state, channel.status,
+        channel.rank, layout.max_tokens, rows_RD.shape[0],
+        FREE=channel.offset("scatter_free"), PAD=pad_multiple, GAPS=not exact or pad_multiple > 1,
+        D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
+        E=layout.num_experts, L_PAD=padded(L), W=W, W_PAD=padded(W),
+        BLOCK_C=blocks.copies, BLOCK_R=blocks.rows, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+    )  # fmt: skip

@@ -1,0 +1,134 @@
+"""Gradients of a combine at the experts: of each row, and of each score."""
+
+import torch
+import triton
+import triton.language as tl
+
+from symm_a2a.kernels.addresses import section_block
+from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
+from symm_a2a.kernels.channel import Cell, Channel, Kind
+from symm_a2a.kernels.flags import (
+    WAIT_COPIES,
+    acquire,
+    agreed,
+    epoch_words,
+    healthy,
+    label_of,
+    last_program,
+    publish,
+    report,
+)
+from symm_a2a.kernels.gaps import zero_gaps
+
+_DONE = tl.constexpr(int(Cell.DONE_EXPAND_GRAD))
+_JOINED = tl.constexpr(int(Cell.SCATTER_JOINED))
+_KIND = tl.constexpr(int(Kind.COMBINE_BACKWARD))
+
+
+@triton.jit(do_not_specialize=["rank", "C", "capacity"])
+def _expand_grad_kernel(
+    grad_y_ptr, grad_score_ptr, y_ptr, row_of_copy_ptr, score_of_copy_ptr, tally_ptr, token_ptr,
+    payload_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr, rank, C, capacity,
+    FREE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    L: tl.constexpr, L_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """For each copy's row `g` and each of its slots: `grad_y = score * g`, `grad_score = <y, g>`.
+
+    Products and sums are fp32 (fp64 for fp64 rows). Slots without a row, masked or dropped by
+    a static capacity, get a zero score gradient.
+
+    Example: `score = 0.5`, `y = [1, 2]`, `g = [3, 4]`: `grad_y = [1.5, 2]`, `grad_score = 11`.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    w = tl.arange(0, W_PAD)
+    score_dtype = score_of_copy_ptr.dtype.element_ty
+    epoch = tl.load(state_ptr + _JOINED) + 1
+    label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), _KIND)
+    words = acquire(ready_ptr, W, W_PAD)
+    here = agreed(words, epoch, label, W, W_PAD)
+    if here == 0:
+        report(state_ptr, status_ptr, words, epoch, label, _KIND, WAIT_COPIES, W, W_PAD)
+    if here & healthy(state_ptr):
+        received = tl.load(tally_ptr + W + w, mask=w < W, other=0)
+        blocks = (received + BLOCK_R - 1) // BLOCK_R
+        for index in tl.range(program, tl.sum(blocks, 0), programs):
+            source, block = section_block(index, blocks, W_PAD)
+            count = tl.sum(tl.where(w == source, received, 0), 0)
+            j = block * BLOCK_R + tl.arange(0, BLOCK_R)
+            copy = source * C + j
+            for first in tl.range(0, K, BLOCK_K):
+                k = first + tl.arange(0, BLOCK_K)
+                mask = (j < count)[:, None] & (k < K)[None, :]
+                row = tl.load(row_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=-1)
+                score = tl.load(score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0)
+                products = tl.zeros((BLOCK_R, BLOCK_K, BLOCK_N // VECTOR), score_dtype)
+                for c in tl.range(0, D, BLOCK_N):
+                    column = c + tl.arange(0, BLOCK_N)
+                    g = tl.load(
+                        payload_ptr + copy[:, None].to(tl.int64) * P + column[None, :],
+                        mask=(j < count)[:, None] & (column < D)[None, :], other=0.0,
+                    )  # fmt: skip
+                    g = g.to(score_dtype)[:, None, :]
+                    place = row[:, :, None].to(tl.int64) * D + column[None, None, :]
+                    there = (row >= 0)[:, :, None] & (column < D)[None, None, :]
+                    y = tl.load(y_ptr + place, mask=there, other=0.0).to(score_dtype)
+                    tl.store(grad_y_ptr + place, (g * score[:, :, None]).to(y_ptr.dtype.element_ty), mask=there)
+                    # A slot without a row has y = 0 here; 0 * g is not 0 where g is Inf or NaN.
+                    product = tl.where(there, y * g, 0.0)
+                    products += tl.sum(
+                        tl.reshape(product, [BLOCK_R, BLOCK_K, BLOCK_N // VECTOR, VECTOR]), 3
+                    )
+                tl.store(grad_score_ptr + copy[:, None] * K + k[None, :], tl.sum(products, 2), mask=mask)
+        e = tl.arange(0, L_PAD)
+        expert_rows = tl.load(tally_ptr + 2 * W + e, mask=e < L, other=0)
+        zero_gaps(grad_y_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)
+        if program == 0:
+            tl.store(token_ptr, 0.0)
+    if last_program(state_ptr + _DONE):
+        if healthy(state_ptr):
+            tl.store(state_ptr + _JOINED, epoch)
+            publish(peers_ptr, FREE, rank, epoch_words(epoch, W_PAD), W, W_PAD)
+
+
+def expand_grad(
+    channel: Channel,
+    grad_y_RD: torch.Tensor,
+    grad_score_of_copy: torch.Tensor,
+    y_RD: torch.Tensor,
+    row_of_copy: torch.Tensor,
+    score_of_copy: torch.Tensor,
+    tally: torch.Tensor,
+    token: torch.Tensor,
+    *,
+    pad_multiple: int,
+) -> None:
+    """Take the gradients of a combine's output, and turn them into those of its inputs.
+
+    Needs every peer's `COMBINE_BACKWARD` copies to have arrived. When the kernel has run,
+    every peer may overwrite its section here.
+
+    Args:
+        channel: the lane.
+        grad_y_RD: written whole; zeros where a row belongs to no slot.
+        grad_score_of_copy: `(W, C, K)` of the score dtype, written for each received copy.
+        y_RD: the rows that were combined, contiguous.
+        row_of_copy: int32 `(W, C, K)`, of the dispatch.
+        score_of_copy: `(W, C, K)` of the score dtype, of the dispatch.
+        tally: int32 `(2 W + L + 1,)`, of the dispatch.
+        token: float32 `(1,)`, set to zero.
+        pad_multiple: of the dispatch.
+    """
+    layout = channel.layout
+    blocks = blocks_for(channel)
+    W, L = layout.world_size, layout.num_local_experts
+    _expand_grad_kernel[grid_for(channel, W * triton.cdiv(layout.max_tokens, blocks.rows))](
+        grad_y_RD, grad_score_of_copy, y_RD, row_of_copy, score_of_copy, tally, token,
+        channel.local["scatter_rows"], channel.peers_W, channel.local["scatter_ready"],
+        channel.state, channel.status, channel.rank, layout.max_tokens, grad_y_RD.shape[0],
+        FREE=channel.offset("scatter_free"), PAD=pad_multiple,
+        D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, L=L, L_PAD=padded(L),
+        W=W, W_PAD=padded(W), VECTOR=blocks.vector,
+        BLOCK_R=blocks.rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Sum, for each token, the rows that the ranks of its experts have sent back."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
+from symm_a2a.kernels.channel import Cell, Channel, Kind
+from symm_a2a.kernels.flags import (
+    WAIT_COPIES,
+    acquire,
+    agreed,
+    epoch_words,
+    healthy,
+    label_of,
+    last_program,
+    publish,
+    report,
+)
+
+_DONE = tl.constexpr(int(Cell.DONE_FINISH))
+_JOINED = tl.constexpr(int(Cell.GATHER_JOINED))
+
+
+@triton.jit(do_not_specialize=["rank", "T", "C"])
+def _finish_kernel(
+    out_ptr, grad_scores_ptr, token_ptr, copy_of_peer_ptr, copy_of_slot_ptr, tally_ptr,
+    payload_ptr, scores_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr, rank, T, C,
+    FREE: tl.constexpr, HAS_SCORES: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, L: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`out[t] = sum over peers q of payload[q, copy of t at q]`, in rank order, in fp32.
+
+    With `HAS_SCORES` each slot's score gradient is fetched from its copy's record. A token
+    without copies, all of its slots masked, gets zeros.
+
+    Example: token 2 went to rank 0 as copy 1 and to rank 3 as copy 0:
+    `out[2] = payload[0, 1] + payload[3, 0]`.
+    """
+    program = tl.program_id(0)
+    k = tl.arange(0, K_PAD)
+    score_dtype = scores_ptr.dtype.element_ty
+    epoch = tl.load(state_ptr + _JOINED) + 1
+    label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), KIND)
+    words = acquire(ready_ptr, W, W_PAD)
+    here = agreed(words, epoch, label, W, W_PAD)
+    if here == 0:
+        report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
+    if here & healthy(state_ptr):
+        for block in tl.range(program, (T + BLOCK_R - 1) // BLOCK_R, tl.num_programs(0)):
+            t = block * BLOCK_R + tl.arange(0, BLOCK_R)
+            for c in tl.range(0, D, BLOCK_N):
+                column = c + tl.arange(0, BLOCK_N)
+                total = tl.zeros((BLOCK_R, BLOCK_N), score_dtype)
+                for first in tl.range(0, W, BLOCK_W):
+                    q = first + tl.arange(0, BLOCK_W)
+                    place = tl.load(
+                        copy_of_peer_ptr + t[:, None] * W + q[None, :],
+                        mask=(t < T)[:, None] & (q < W)[None, :], other=-1,
+                    )  # fmt: skip
+                    row = (q[None, :] * C + place).to(tl.int64) * P
+                    part = tl.load(
+                        payload_ptr + row[:, :, None] + column[None, None, :],
+                        mask=(place >= 0)[:, :, None] & (column < D)[None, None, :], other=0.0,
+                    )  # fmt: skip
+                    total += tl.sum(part.to(score_dtype), 1)
+                tl.store(
+                    out_ptr + t[:, None].to(tl.int64) * D + column[None, :],
+                    total.to(out_ptr.dtype.element_ty),
+                    mask=(t < T)[:, None] & (column < D)[None, :],
+                )
+            if HAS_SCORES:
+                mask = (t < T)[:, None] & (k < K)[None, :]
+                copy = tl.load(copy_of_slot_ptr + t[:, None] * K + k[None, :], mask=mask, other=-1)
+                grad = tl.load(
+                    scores_ptr + copy.to(tl.int64) * K + k[None, :], mask=copy >= 0, other=0.0
+                )
+                tl.store(grad_scores_ptr + t[:, None] * K + k[None, :], grad, mask=mask)
+        if program == 0:
+            tl.store(token_ptr, 0.0)
+    if last_program(state_ptr + _DONE):
+        if healthy(state_ptr):
+            tl.store(state_ptr + _JOINED, epoch)
+            publish(peers_ptr, FREE, rank, epoch_words(epoch, W_PAD), W, W_PAD)
+
+
+def finish(
+    channel: Channel,
+    kind: Kind,
+    out_TD: torch.Tensor,
+    token: torch.Tensor,
+    copy_of_peer_TW: torch.Tensor,
+    copy_of_slot_TK: torch.Tensor,
+    tally: torch.Tensor,
+    grad_scores_TK: torch.Tensor | None = None,
+) -> None:
+    """Take the rows of a gather out of symmetric memory, summed for each token.
+
+    Needs every peer's rows to have arrived. When the kernel has run, every peer may overwrite
+    its section here.
+
+    Args:
+        channel: the lane.
+        kind: `COMBINE` or `DISPATCH_BACKWARD`.
+        out_TD: written whole.
+        token: float32 `(1,)`, set to zero.
+        copy_of_peer_TW: int32, of the dispatch.
+        copy_of_slot_TK: int32, of the dispatch.
+        tally: int32 `(2 W + L + 1,)`, of the dispatch.
+        grad_scores_TK: of the score dtype, written whole; with `DISPATCH_BACKWARD` only.
+    """
+    layout = channel.layout
+    blocks = blocks_for(channel)
+    W, L = layout.world_size, layout.num_local_experts
+    T = out_TD.shape[0]
+    _finish_kernel[grid_for(channel, triton.cdiv(T, blocks.rows))](
+        out_TD, channel.local["gather_scores"] if grad_scores_TK is None else grad_scores_TK, token,
+        copy_of_peer_TW, copy_of_slot_TK, tally,
+        channel.local["gather_rows"], channel.local["gather_scores"], channel.peers_W,
+        channel.local["gather_ready"], channel.state, channel.status, channel.rank, T, layout.max_tokens,
+        FREE=channel.offset("gather_free"), HAS_SCORES=grad_scores_TK is not None, KIND=int(kind),
+        D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
+        L=L, W=W, W_PAD=padded(W),
+        BLOCK_R=blocks.rows, BLOCK_W=blocks.peers, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+"""Flags between ranks: waiting, checking, publishing, and finding the last program.
+
+Everything that orders memory across ranks is here. Flags are read and written through
+`tl.atomic_*` with `scope="sys"` only: a plain load may be served from a cache, and each
+warp would read for itself. docs/protocol.md has the argument.
+"""
+
+import triton
+import triton.language as tl
+
+from symm_a2a.kernels.channel import (
+    COPIES_MASK,
+    EPOCH_SHIFT,
+    LABEL_SHIFT,
+    Cell,
+    Report,
+    Wait,
+)
+
+_EPOCH_SHIFT = tl.constexpr(EPOCH_SHIFT)
+_LABEL_SHIFT = tl.constexpr(LABEL_SHIFT)
+_COPIES_MASK = tl.constexpr(COPIES_MASK)
+_FAILED = tl.constexpr(int(Cell.FAILED))
+_FAILURE = tl.constexpr(int(Report.FAILURE))
+_EPOCH = tl.constexpr(int(Report.EPOCH))
+_LABEL = tl.constexpr(int(Report.LABEL))
+_WORDS = tl.constexpr(int(Report.WORDS))
+WAIT_COPIES = tl.constexpr(int(Wait.COPIES))
+WAIT_CREDIT = tl.constexpr(int(Wait.CREDIT))
+WAIT_COUNTS = tl.constexpr(int(Wait.COUNTS))
+
+
+@triton.jit
+def label_of(dispatch_epoch, KIND: tl.constexpr):
+    """Six bits that name an exchange: the dispatch it belongs to, modulo 16, and its kind.
+
+    Example: dispatch epoch 18, kind 1 (combine): `(18 mod 16) << 2 | 1 = 9`.
+    """
+    return ((dispatch_epoch & 15) << 2) | KIND
+
+
+@triton.jit
+def ready_words(epoch, label, copies):
+    """The words a launch publishes: `epoch << 30 | label << 24 | copies`, int64."""
+    return (epoch << _EPOCH_SHIFT) | (label << _LABEL_SHIFT) | copies
+
+
+@triton.jit
+def epoch_words(epoch, W_PAD: tl.constexpr):
+    """The words of flags that carry an epoch and nothing else: free and counts flags."""
+    return tl.zeros((W_PAD,), tl.int64) + (epoch << _EPOCH_SHIFT)
+
+
+@triton.jit
+def copies_in(words):
+    """The number of copies that ready words announce, int32."""
+    return (words & _COPIES_MASK).to(tl.int32)
+
+
+@triton.jit
+def acquire(flags_ptr, W: tl.constexpr, W_PAD: tl.constexpr):
+    """Read all flags once, acquiring what their writers released; zeros past `W`."""
+    peer = tl.arange(0, W_PAD)
+    words = tl.atomic_add(
+        flags_ptr + peer, tl.zeros((W_PAD,), tl.int64), mask=peer < W, sem="acquire", scope="sys"
+    )
+    tl.debug_barrier()
+    return tl.where(peer < W, words, 0)
+
+
+@triton.jit
+def wait(flags_ptr, abort_ptr, epoch, polls, W: tl.constexpr, W_PAD: tl.constexpr):
+    """Poll until every flag has reached `epoch`, a peer aborts, or `polls` looks are spent.
+
+    One program of a grid may call this, never more: programs that spin could keep from
+    running what they wait for. Returns the words, acquired.
+    """
+    peer = tl.arange(0, W_PAD)
+    mask = peer < W
+    zero = tl.zeros((W_PAD,), tl.int64)
+    words = tl.atomic_add(flags_ptr + peer, zero, mask=mask, sem="relaxed", scope="sys")
+    left = polls
+    while (tl.min(tl.where(mask, words >> _EPOCH_SHIFT, epoch), 0) < epoch) & (left > 0):
+        words = tl.atomic_add(flags_ptr + peer, zero, mask=mask, sem="relaxed", scope="sys")
+        abort = tl.atomic_add(abort_ptr + peer, zero, mask=mask, sem="relaxed", scope="sys")
+        left = tl.where(tl.max(tl.where(mask, abort, 0), 0) != 0, 0, left - 1)
+    return acquire(flags_ptr, W, W_PAD)
+
+
+@triton.jit
+def reached(words, epoch, W: tl.constexpr, W_PAD: tl.constexpr):
+    """Whether every word has reached `epoch`."""
+    peer = tl.arange(0, W_PAD)
+    return tl.min(tl.where(peer < W, words >> _EPOCH_SHIFT, epoch), 0) >= epoch
+
+
+@triton.jit
+def agreed(words, epoch, label, W: tl.constexpr, W_PAD: tl.constexpr):
+    """Whether every word is of this epoch and announces this very exchange."""
+    peer = tl.arange(0, W_PAD)
+    expected = (epoch << (_EPOCH_SHIFT - _LABEL_SHIFT)) | label
+    same = (words >> _LABEL_SHIFT) == expected
+    return tl.min(tl.where(peer < W, same, True).to(tl.int32), 0) != 0
+
+
+@triton.jit
+def healthy(state_ptr):
+    """Whether no kernel of this lane has failed so far."""
+    return tl.load(state_ptr + _FAILED) == 0
+
+
+@triton.jit
+def report(
+    state_ptr, status_ptr, words, epoch, label,
+    KIND: tl.constexpr, WAIT: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+):  # fmt: skip
+    """Fail the lane: later kernels do nothing, and the host learns what was seen.
+
+    Several programs may report the same failure; they write the same words. The first
+    failure stays.
+    """
+    if healthy(state_ptr):
+        peer = tl.arange(0, W_PAD)
+        tl.store(status_ptr + _EPOCH, epoch)
+        tl.store(status_ptr + _LABEL, label)
+        tl.store(status_ptr + _WORDS + peer, words, mask=peer < W)
+        tl.store(state_ptr + _FAILED, 1)
+        tl.debug_barrier()
+        tl.atomic_xchg(status_ptr + _FAILURE, KIND * 16 + WAIT, sem="release", scope="sys")
+
+
+@triton.jit
+def last_program(done_ptr):
+    """True in exactly one program of the grid, after all accesses of all programs.
+
+    The barrier is mandatory: Triton puts none ahead of an atomic, and the count would
+    overtake the stores of this program's other threads.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    if last:
+        tl.store(done_ptr, 0)
+    return last
+
+
+@triton.jit
+def publish(peers_ptr, OFFSET: tl.constexpr, rank, words, W: tl.constexpr, W_PAD: tl.constexpr):
+    """Release `words[q]` into this rank's flag at peer `q`, for every peer."""
+    peer = tl.arange(0, W_PAD)
+    base = tl.load(peers_ptr + peer, mask=peer < W, other=0) + OFFSET
+    flag = base.to(tl.pointer_type(tl.int64)) + rank
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, words, mask=peer < W, sem="release", scope="sys")

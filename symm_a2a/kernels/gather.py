@@ -1,0 +1,150 @@
+"""Sum the rows of each copy and send the sum back to the copy's origin."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from symm_a2a.kernels.addresses import peer_region
+from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
+from symm_a2a.kernels.channel import Cell, Channel, Kind
+from symm_a2a.kernels.flags import (
+    WAIT_COPIES,
+    WAIT_CREDIT,
+    acquire,
+    healthy,
+    label_of,
+    last_program,
+    publish,
+    reached,
+    ready_words,
+    report,
+    wait,
+)
+
+_DONE = tl.constexpr(int(Cell.DONE_GATHER))
+_LAUNCHED = tl.constexpr(int(Cell.GATHER_LAUNCHED))
+
+
+@triton.jit(do_not_specialize=["rank", "C", "polls"])
+def _gather_kernel(
+    y_ptr, row_of_copy_ptr, score_of_copy_ptr, tally_ptr,
+    peers_ptr, ready_ptr, free_ptr, abort_ptr, state_ptr, status_ptr, rank, C, polls,
+    ROWS: tl.constexpr, SCORES: tl.constexpr, READY: tl.constexpr,
+    WEIGHTED: tl.constexpr, HAS_SCORES: tl.constexpr, SPINS: tl.constexpr, KIND: tl.constexpr,
+    SCORE: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    W: tl.constexpr, W_PAD: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One row back for each received copy: the sum over its slots of `[score *] y[row]`.
+
+    Sums are fp32 (fp64 for fp64 rows). Without `WEIGHTED` (a dispatch's backward) the sums are
+    plain, and the slots' values, which are score gradients then, go along. Programs next to each other write to different peers.
+
+    Example: a copy has rows 3 and 7 here with scores 0.5 and 0.25: `0.5 y[3] + 0.25 y[7]`.
+    """
+    program = tl.program_id(0)
+    w = tl.arange(0, W_PAD)
+    epoch = tl.load(state_ptr + _LAUNCHED) + 1
+    free = acquire(free_ptr, W, W_PAD)
+    held = reached(free, epoch - 1, W, W_PAD)
+    if held == 0:
+        report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
+    if held & healthy(state_ptr):
+        received = tl.load(tally_ptr + W + w, mask=w < W, other=0)
+        rounds = tl.max((received + BLOCK_R - 1) // BLOCK_R, 0)
+        for index in tl.range(program, rounds * W, tl.num_programs(0)):
+            origin = (rank + index % W) % W
+            count = tl.load(tally_ptr + W + origin)
+            first = (index // W) * BLOCK_R
+            if first < count:
+                j = first + tl.arange(0, BLOCK_R)
+                copy = origin * C + j
+                target = (rank * C + j).to(tl.int64)
+                section = peer_region(peers_ptr, origin, ROWS, y_ptr.dtype.element_ty)
+                for c in tl.range(0, P, BLOCK_N):
+                    column = c + tl.arange(0, BLOCK_N)
+                    total = tl.zeros((BLOCK_R, BLOCK_N), SCORE)
+                    for k0 in tl.range(0, K, BLOCK_K):
+                        k = k0 + tl.arange(0, BLOCK_K)
+                        mask = (j < count)[:, None] & (k < K)[None, :]
+                        row = tl.load(row_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=-1)
+                        there = (row >= 0)[:, :, None] & (column < D)[None, None, :]
+                        y = tl.load(
+                            y_ptr + row[:, :, None].to(tl.int64) * D + column[None, None, :],
+                            mask=there, other=0.0,
+                        )  # fmt: skip
+                        y = y.to(SCORE)
+                        if WEIGHTED:
+                            score = tl.load(
+                                score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0
+                            )
+                            # A slot without a row has y = 0; an Inf score must not make it NaN.
+                            y = tl.where(there, y * score[:, :, None], 0.0)
+                        total += tl.sum(y, 1)
+                    tl.store(
+                        section + target[:, None] * P + column[None, :], total.to(y_ptr.dtype.element_ty),
+                        mask=(j < count)[:, None] & (column < P)[None, :],
+                    )  # fmt: skip
+                if not WEIGHTED:
+                    scores = peer_region(peers_ptr, origin, SCORES, SCORE)
+                    for k0 in tl.range(0, K, BLOCK_K):
+                        k = k0 + tl.arange(0, BLOCK_K)
+                        mask = (j < count)[:, None] & (k < K)[None, :]
+                        if HAS_SCORES:
+                            grad = tl.load(score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0)
+                        else:
+                            grad = tl.zeros((BLOCK_R, BLOCK_K), SCORE)
+                        tl.store(scores + target[:, None] * K + k[None, :], grad, mask=mask)
+    if last_program(state_ptr + _DONE):
+        if healthy(state_ptr):
+            label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), KIND)
+            copies = tl.load(tally_ptr + W + w, mask=w < W, other=0).to(tl.int64)
+            publish(peers_ptr, READY, rank, ready_words(epoch, label, copies), W, W_PAD)
+            tl.store(state_ptr + _LAUNCHED, epoch)
+            if SPINS:
+                words = wait(ready_ptr, abort_ptr, epoch, polls, W, W_PAD)
+                if reached(words, epoch, W, W_PAD) == 0:
+                    report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
+
+
+def gather(
+    channel: Channel,
+    kind: Kind,
+    y_RD: torch.Tensor,
+    row_of_copy: torch.Tensor,
+    score_of_copy: torch.Tensor | None,
+    tally: torch.Tensor,
+) -> None:
+    """Send one row back for every copy that a dispatch brought here, and publish them.
+
+    Needs the rows of the last gather in this lane to have been taken by every peer (the host
+    has waited, or a scatter joined since implies it). When the kernel has run, every peer can
+    see its rows behind its `gather_ready` flag.
+
+    Args:
+        channel: the lane.
+        kind: `COMBINE`, rows weighted by their scores, or `DISPATCH_BACKWARD`, plain sums.
+        y_RD: rows, contiguous, of the layout's dtype.
+        row_of_copy: int32 `(W, C, K)`, of the dispatch.
+        score_of_copy: `(W, C, K)` of the score dtype. For a `COMBINE` the weights, for a
+            `DISPATCH_BACKWARD` the score gradients to send along, zeros where None.
+        tally: int32 `(2 W + L + 1,)`, of the dispatch.
+    """
+    layout = channel.layout
+    blocks = blocks_for(channel)
+    W, L = layout.world_size, layout.num_local_experts
+    _gather_kernel[grid_for(channel, W * triton.cdiv(layout.max_tokens, blocks.rows))](
+        y_RD, row_of_copy, row_of_copy if score_of_copy is None else score_of_copy, tally,
+        channel.peers_W, channel.local["gather_ready"], channel.local["gather_free"],
+        channel.abort_W, channel.state, channel.status, channel.rank, layout.max_tokens, channel.polls,
+        ROWS=channel.offset("gather_rows"), SCORES=channel.offset("gather_scores"),
+        READY=channel.offset("gather_ready"),
+        WEIGHTED=kind == Kind.COMBINE, HAS_SCORES=score_of_copy is not None,
+        SPINS=channel.spins, KIND=int(kind),
+        SCORE=tl.float64 if layout.score_dtype == torch.float64 else tl.float32,
+        D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, L=L, W=W, W_PAD=padded(W),
+        BLOCK_R=blocks.rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+    )  # fmt: skip

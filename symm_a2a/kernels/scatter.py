@@ -1,0 +1,253 @@
+"""Send one copy of a token's row to every rank that owns one of its experts."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from symm_a2a.kernels.addresses import peer_regions
+from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
+from symm_a2a.kernels.channel import Cell, Channel, Kind
+from symm_a2a.kernels.flags import (
+    WAIT_COPIES,
+    WAIT_CREDIT,
+    acquire,
+    healthy,
+    label_of,
+    last_program,
+    publish,
+    reached,
+    ready_words,
+    report,
+    wait,
+)
+
+_DONE = tl.constexpr(int(Cell.DONE_SCATTER))
+_LAUNCHED = tl.constexpr(int(Cell.SCATTER_LAUNCHED))
+
+
+@triton.jit
+def _sums_before(sums_ptr, block, column, N: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Column sums over the blocks ahead of `block`; columns past `N` are zeros."""
+    total = tl.zeros(column.shape, tl.int32)
+    for first in tl.range(0, block, BLOCK_S):
+        b = first + tl.arange(0, BLOCK_S)
+        mask = (b < block)[:, None] & (column < N)[None, :]
+        total += tl.sum(tl.load(sums_ptr + b[:, None] * N + column[None, :], mask=mask, other=0), 0)
+    return total
+
+
+@triton.jit
+def _place_block(
+    ids_ptr, scores_ptr, copy_of_peer_ptr, copy_of_slot_ptr, peers_ptr, expert_base, peer_base,
+    block, rank, T, C, HEADERS: tl.constexpr, HEADER: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, W: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Give every slot of a block its position and every copy its place; send the headers.
+
+    A slot's position is its rank among this rank's slots for the same expert: those of
+    earlier blocks (`expert_base`) and, compared in pairs, those ahead of it in this block. A
+    copy's place at a peer is its token's rank among the tokens sent there.
+    """
+    L: tl.constexpr = E // W
+    SLOTS: tl.constexpr = BLOCK_T * K_PAD
+    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    k = tl.arange(0, K_PAD)
+    mask = (t < T)[:, None] & (k < K)[None, :]
+    ids = tl.load(ids_ptr + t[:, None] * K + k[None, :], mask=mask, other=-1)
+    scores = tl.load(scores_ptr + t[:, None] * K + k[None, :], mask=mask, other=0.0)
+    valid = (ids >= 0) & (ids < E)
+    expert = tl.where(valid, ids, -1).to(tl.int32)
+    flat = tl.reshape(expert, [SLOTS])
+    slot = tl.arange(0, SLOTS)
+    ahead = tl.zeros((SLOTS,), tl.int32)
+    for first in tl.range(0, SLOTS, BLOCK_J):
+        j = first + tl.arange(0, BLOCK_J)
+        tj = block * BLOCK_T + j // K_PAD
+        kj = j % K_PAD
+        other = tl.load(ids_ptr + tj * K + kj, mask=(tj < T) & (kj < K), other=-1)
+        same = (flat[:, None] == other[None, :]) & (j[None, :] < slot[:, None])
+        ahead += tl.sum(same.to(tl.int32), 1)
+    position = tl.reshape(tl.gather(expert_base, tl.maximum(flat, 0), 0) + ahead, [BLOCK_T, K_PAD])
+    record = (position * L + tl.where(valid, expert % L, 0)).to(HEADER)
+    score_bits = scores.to(HEADER, bitcast=True)
+    owner = tl.where(valid, expert // L, -1)
+    half = tl.arange(0, 2 * K_PAD)
+    copy_of_slot = tl.full((BLOCK_T, K_PAD), -1, tl.int32)
+    for first in tl.range(0, W, BLOCK_W):
+        q = first + tl.arange(0, BLOCK_W)
+        mine = owner[:, None, :] == q[None, :, None]
+        sent = tl.max(mine.to(tl.int32), 2)
+        place = tl.gather(peer_base, q, 0)[None, :] + tl.cumsum(sent, 0) - sent
+        tl.store(
+            copy_of_peer_ptr + t[:, None] * W + q[None, :], tl.where(sent != 0, place, -1),
+            mask=(t < T)[:, None] & (q < W)[None, :],
+        )  # fmt: skip
+        copy = q[None, :] * C + place
+        copy_of_slot = tl.maximum(copy_of_slot, tl.max(tl.where(mine, copy[:, :, None], -1), 1))
+        header = tl.join(
+            tl.where(mine, record[:, None, :], -1),
+            tl.broadcast_to(score_bits[:, None, :], [BLOCK_T, BLOCK_W, K_PAD]),
+        )
+        header = tl.reshape(header, [BLOCK_T, BLOCK_W, 2 * K_PAD])
+        section = peer_regions(peers_ptr, q, q < W, HEADERS, HEADER)
+        place = (rank * C + place).to(tl.int64) * (2 * K)
+        tl.store(
+            section[None, :, None] + place[:, :, None] + half[None, None, :], header,
+            mask=(sent != 0)[:, :, None] & (half < 2 * K)[None, None, :],
+        )  # fmt: skip
+    tl.store(copy_of_slot_ptr + t[:, None] * K + k[None, :], copy_of_slot, mask=mask)
+
+
+@triton.jit
+def _send_block(
+    x_ptr, copy_of_peer_ptr, peers_ptr, block, rank, T, C,
+    ROWS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Load each row of a block once and store it to each peer that a copy goes to.
+
+    Peers are visited from this rank on, so that ranks in step write to different peers. The
+    columns that pad a row to 16 bytes are stored too: every store stays 16 bytes wide.
+    """
+    for r in tl.range(0, BLOCK_T, BLOCK_R):
+        t = block * BLOCK_T + r + tl.arange(0, BLOCK_R)
+        for first in tl.range(0, W, BLOCK_W):
+            i = first + tl.arange(0, BLOCK_W)
+            q = (rank + i) % W
+            place = tl.load(
+                copy_of_peer_ptr + t[:, None] * W + q[None, :],
+                mask=(t < T)[:, None] & (i < W)[None, :], other=-1,
+            )  # fmt: skip
+            section = peer_regions(peers_ptr, q, i < W, ROWS, x_ptr.dtype.element_ty)
+            target = section[None, :] + (rank * C + place).to(tl.int64) * P
+            for c in tl.range(0, P, BLOCK_N):
+                column = c + tl.arange(0, BLOCK_N)
+                tile = tl.load(
+                    x_ptr + t[:, None].to(tl.int64) * D + column[None, :],
+                    mask=(t < T)[:, None] & (column < D)[None, :], other=0.0,
+                )  # fmt: skip
+                tl.store(
+                    target[:, :, None] + column[None, None, :],
+                    tl.broadcast_to(tile[:, None, :], [BLOCK_R, BLOCK_W, BLOCK_N]),
+                    mask=(place >= 0)[:, :, None] & (column < P)[None, None, :],
+                )
+
+
+@triton.jit(do_not_specialize=["rank", "T", "C", "num_blocks", "polls"])
+def _scatter_kernel(
+    x_ptr, ids_ptr, scores_ptr, expert_sums_ptr, peer_sums_ptr,
+    copy_of_peer_ptr, copy_of_slot_ptr, tally_ptr,
+    peers_ptr, ready_ptr, free_ptr, abort_ptr, state_ptr, status_ptr, rank, T, C, num_blocks, polls,
+    HEADERS: tl.constexpr, ROWS: tl.constexpr, READY: tl.constexpr,
+    PLACE: tl.constexpr, SPINS: tl.constexpr, KIND: tl.constexpr, HEADER: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, EPOCH: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scatter rows, each program a run of token blocks; with `PLACE` the headers too.
+
+    Without `PLACE` (the combine's backward) the copies go where the dispatch put them. The
+    last program publishes, and with `SPINS` waits until every peer has.
+
+    Example: rank 1 sends token 5 as its third copy to rank 0: the row goes to
+    `scatter_rows[1, 2]` at rank 0.
+    """
+    program = tl.program_id(0)
+    per_program = (num_blocks + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = program * per_program
+    end = tl.minimum(begin + per_program, num_blocks)
+    e = tl.arange(0, E_PAD)
+    w = tl.arange(0, W_PAD)
+    epoch = tl.load(state_ptr + _LAUNCHED) + 1
+    ok = healthy(state_ptr)
+    if PLACE:
+        # The count kernel holds the credit already.
+        expert_base = _sums_before(expert_sums_ptr, begin, e, E, BLOCK_S)
+        peer_base = _sums_before(peer_sums_ptr, begin, w, W, BLOCK_S)
+        dispatch_epoch = epoch
+    else:
+        free = acquire(free_ptr, W, W_PAD)
+        held = reached(free, epoch - 1, W, W_PAD)
+        if held == 0:
+            report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
+        ok = ok & held
+        dispatch_epoch = tl.load(tally_ptr + EPOCH).to(tl.int64)
+    if ok:
+        for block in tl.range(begin, end):
+            if PLACE:
+                _place_block(
+                    ids_ptr, scores_ptr, copy_of_peer_ptr, copy_of_slot_ptr, peers_ptr,
+                    expert_base, peer_base, block, rank, T, C, HEADERS, HEADER,
+                    K, K_PAD, E, W, BLOCK_T, BLOCK_J, BLOCK_W,
+                )  # fmt: skip
+                expert_base += tl.load(expert_sums_ptr + block * E + e, mask=e < E, other=0)
+                peer_base += tl.load(peer_sums_ptr + block * W + w, mask=w < W, other=0)
+                tl.debug_barrier()
+            _send_block(
+                x_ptr, copy_of_peer_ptr, peers_ptr, block, rank, T, C,
+                ROWS, D, P, W, BLOCK_T, BLOCK_R, BLOCK_W, BLOCK_N,
+            )  # fmt: skip
+    if last_program(state_ptr + _DONE):
+        if healthy(state_ptr):
+            label = label_of(dispatch_epoch, KIND)
+            copies = tl.load(tally_ptr + w, mask=w < W, other=0).to(tl.int64)
+            publish(peers_ptr, READY, rank, ready_words(epoch, label, copies), W, W_PAD)
+            tl.store(state_ptr + _LAUNCHED, epoch)
+            if SPINS:
+                words = wait(ready_ptr, abort_ptr, epoch, polls, W, W_PAD)
+                if reached(words, epoch, W, W_PAD) == 0:
+                    report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
+
+
+def scatter(
+    channel: Channel,
+    kind: Kind,
+    x_TD: torch.Tensor,
+    copy_of_peer_TW: torch.Tensor,
+    copy_of_slot_TK: torch.Tensor,
+    tally: torch.Tensor,
+    slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Send the rows of `x_TD` to the ranks of their experts, and publish them.
+
+    Needs the copies of the last scatter in this lane to have been taken by every peer: for a
+    dispatch `count` has waited for that, for a combine's backward the host has, or a gather
+    joined since implies it. When the kernel has run, every peer can see rows and headers
+    behind its `scatter_ready` flag.
+
+    Args:
+        channel: the lane.
+        kind: `DISPATCH` or `COMBINE_BACKWARD`.
+        x_TD: rows, contiguous, of the layout's dtype.
+        copy_of_peer_TW: int32, each token's copy at each peer, or -1; written by a dispatch.
+        copy_of_slot_TK: int32, `peer * C + copy` of each slot, or -1; written by a dispatch.
+        tally: int32 `(2 W + L + 1,)`; the first `W` are the copies for each peer.
+        slots: for a dispatch `(ids_TK, scores_TK, expert_sums, peer_sums)`, contiguous, the
+            scores of the layout's score dtype, the sums as `count` returned them.
+    """
+    layout = channel.layout
+    blocks = blocks_for(channel)
+    T = x_TD.shape[0]
+    num_blocks = max(1, triton.cdiv(T, blocks.tokens))
+    ids, scores, expert_sums, peer_sums = slots or (copy_of_slot_TK, x_TD, tally, tally)
+    W, L = layout.world_size, layout.num_local_experts
+    _scatter_kernel[grid_for(channel, num_blocks)](
+        x_TD, ids, scores, expert_sums, peer_sums, copy_of_peer_TW, copy_of_slot_TK, tally,
+        channel.peers_W, channel.local["scatter_ready"], channel.local["scatter_free"],
+        channel.abort_W, channel.state, channel.status,
+        channel.rank, T, layout.max_tokens, num_blocks, channel.polls,
+        HEADERS=channel.offset("headers"), ROWS=channel.offset("scatter_rows"),
+        READY=channel.offset("scatter_ready"),
+        PLACE=slots is not None, SPINS=channel.spins, KIND=int(kind),
+        HEADER=tl.int64 if layout.header_dtype == torch.int64 else tl.int32,
+        D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
+        E=layout.num_experts, E_PAD=max(2, padded(layout.num_experts)), W=W, W_PAD=padded(W),
+        EPOCH=2 * W + L,
+        BLOCK_T=blocks.tokens, BLOCK_J=blocks.strip, BLOCK_S=blocks.sums,
+        BLOCK_R=min(blocks.rows, blocks.tokens), BLOCK_W=blocks.peers, BLOCK_N=blocks.columns,
+        num_warps=blocks.warps,
+    )  # fmt: skip

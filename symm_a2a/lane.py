@@ -1,0 +1,299 @@
+"""One lane on one rank: its device channel, its waits on the host, its in-flight guard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from symm_a2a.errors import (
+    CapacityError,
+    ExchangeError,
+    ExchangeMismatchError,
+    ExpertIdError,
+    LaneBusyError,
+    PeerLostError,
+    PeerTimeoutError,
+)
+from symm_a2a.kernels.channel import (
+    EPOCH_SHIFT,
+    LABEL_MASK,
+    LABEL_SHIFT,
+    STATE_CELLS,
+    Cell,
+    Channel,
+    Kind,
+    Report,
+    Wait,
+)
+from symm_a2a.kernels.credit import credit
+from symm_a2a.kernels.row_count import row_count
+from symm_a2a.layout import FLAGS, ArenaLayout
+from symm_a2a.memory import SymmetricMemory
+
+_POLLS_PER_SECOND = 1_000_000
+"""Looks at a flag per second from a GPU; a wait in a kernel is bounded by their number."""
+
+_PROGRAMS_PER_SM = 4
+_FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
+
+
+def _host_visible(size: int, device: torch.device) -> torch.Tensor:
+    """Zeroed int64 memory that kernels write and the host reads at any time."""
+    return torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+
+class Lane:
+    """An ordered channel between the ranks: one exchange at a time, launch then join.
+
+    Args:
+        index: the lane's place in the arena.
+        memory: this rank's symmetric memory.
+        layout: the arena's layout.
+        timeout: seconds a rank waits for a peer.
+        overflow: `"raise"` or `"drop"`, see `EPConfig`.
+    """
+
+    def __init__(
+        self, index: int, memory: SymmetricMemory, layout: ArenaLayout, timeout: float, overflow: str
+    ) -> None:
+        device, offset = memory.device, layout.lane_offset(index)
+        self.index = index
+        self.number: int | None = None
+        self.memory = memory
+        self.layout = layout
+        self.timeout = timeout
+        self.overflow = overflow
+        self.failure: ExchangeError | None = None
+        self._in_flight: Kind | None = None
+        self._last_launch: Kind | None = None
+        mine = memory.arenas[memory.rank]
+        polls = min(int(timeout * _POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0
+        self.channel = Channel(
+            rank=memory.rank,
+            layout=layout,
+            peers_W=torch.tensor(
+                [arena.data_ptr() + offset for arena in memory.arenas], dtype=torch.int64, device=device
+            ),
+            abort_W=layout.abort.view(mine, 0),
+            local={name: region.view(mine, offset) for name, region in layout.regions.items()},
+            state=torch.zeros(STATE_CELLS, dtype=torch.int64, device=device),
+            status=_host_visible(Report.WORDS + layout.world_size, device),
+            polls=polls,
+            spins=memory.spins,
+            programs=_PROGRAMS_PER_SM * _multiprocessors(device),
+        )
+        self._status = self.channel.status.numpy()
+        self._rows = _RowCount(device)
+        if memory.host_waits:
+            self._state = self.channel.state.numpy()
+            self._abort = self.channel.abort_W.numpy()
+            self._flags = {name: self.channel.local[name].numpy() for name in FLAGS}
+
+    # -- launching and joining ---------------------------------------------------------
+
+    def begin(self, kind: Kind) -> None:
+        """Open a launch: the lane is idle, and every peer has taken the last one's data.
+
+        Raises:
+            LaneBusyError: an exchange of this lane has not been joined.
+            CapacityError: an earlier dispatch overflowed a static capacity.
+            ExchangeError: the lane has failed, now or before.
+        """
+        self.raise_reports()
+        if self._in_flight is not None:
+            raise LaneBusyError(
+                f"expected lane {self.index} to be idle, got a launch of {kind.title} while "
+                f"{self._in_flight.title} is in flight; join it first, or use another lane"
+            )
+        direction, launched = _direction(kind), _launched(kind)
+        if self.memory.host_waits:
+            self._wait(f"{direction}_free", int(self._state[launched]), kind, Wait.CREDIT)
+        elif self.memory.spins and kind != Kind.DISPATCH and self._last_launch is not None:
+            # A dispatch waits in its count kernel; where the directions alternate, the
+            # exchange joined in between implies the credit.
+            if self._last_launch.scatters == kind.scatters:
+                credit(self.channel, kind)
+        self._in_flight = self._last_launch = kind
+
+    def arrive(self, kind: Kind) -> None:
+        """Open a join: every peer's copies are here, or a kernel makes sure that they are.
+
+        Raises:
+            ExchangeError: a peer did not take part.
+        """
+        if self.memory.host_waits:
+            self._wait(f"{_direction(kind)}_ready", int(self._state[_launched(kind)]), kind, Wait.COPIES)
+
+    def end(self) -> None:
+        """Close a join: the lane is idle again, and what its kernels reported is raised."""
+        self._in_flight = None
+        self.raise_reports()
+
+    # -- the number of rows ------------------------------------------------------------
+
+    def start_row_count(self, pad_multiple: int) -> None:
+        """Begin to read the number of rows to come, where that can run beside the launch."""
+        if self.memory.spins:
+            self._rows.start(self.channel, pad_multiple)
+
+    def row_count(self, pad_multiple: int) -> int:
+        """Return the number of rows of the dispatch in flight; the host waits for it.
+
+        Raises:
+            ExchangeError: a peer's counts did not come.
+        """
+        if self.memory.host_waits:
+            self._wait("counts_ready", int(self._state[Cell.COUNTED]), Kind.DISPATCH, Wait.COUNTS)
+        if not self.memory.spins:
+            self._rows.start(self.channel, pad_multiple)
+        rows = self._rows.read()
+        if rows < 0:
+            self.raise_reports()
+            raise self.fail(ExchangeError("the peers' counts did not arrive"))
+        return rows
+
+    # -- failures ----------------------------------------------------------------------
+
+    def raise_reports(self) -> None:
+        """Raise what the lane's kernels have reported so far; never waits for the device.
+
+        Raises:
+            ExchangeError: the lane has failed; the same error again at every later call.
+            ExpertIdError: a dispatch had ids out of range; those slots were masked.
+            CapacityError: a dispatch overflowed and the policy is to raise.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self._status[Report.FAILURE]:
+            raise self.fail(self._reported_failure())
+        if self._status[Report.INVALID_IDS]:
+            invalid, self._status[Report.INVALID_IDS] = int(self._status[Report.INVALID_IDS]), 0
+            raise ExpertIdError(
+                f"expected expert ids in [-1, {self.layout.num_experts}), got {invalid} slots out of range; "
+                "nothing was sent for them"
+            )
+        if self._status[Report.OVERFLOW_ROWS] and self.overflow == "raise":
+            dropped, self._status[Report.OVERFLOW_ROWS] = int(self._status[Report.OVERFLOW_ROWS]), 0
+            raise CapacityError(
+                f"expected the rows received to fit the static capacity, got {dropped} rows more, which were "
+                'dropped; raise capacity=, or accept drops with overflow="drop"'
+            )
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows dropped past a static capacity and not raised as an error, so far."""
+        return int(self._status[Report.OVERFLOW_ROWS])
+
+    def fail(self, error: ExchangeError) -> ExchangeError:
+        """Fail the lane for good, tell every peer, and return the error to raise."""
+        self.failure = error
+        self.abort()
+        return error
+
+    def abort(self) -> None:
+        """Make every peer that waits for this rank, or will, give up at once."""
+        for arena in self.memory.arenas:
+            self.layout.abort.view(arena, 0)[self.memory.rank] = self.index + 1
+
+    def _wait(self, flag: str, epoch: int, kind: Kind, wait: Wait) -> None:
+        """Sleep until every peer's flag has reached `epoch`."""
+        words, nap = self._flags[flag], _FIRST_NAP
+        deadline = time.monotonic() + self.timeout
+        while True:
+            missing = np.flatnonzero(words >> EPOCH_SHIFT < epoch)
+            if not missing.size:
+                return
+            gone = [peer for peer in missing if self._abort[peer]] or (
+                [peer for peer in self.memory.lost_peers() if peer in missing]
+            )
+            # A peer may have raised its flag and ended since `missing` was read.
+            if gone and np.any(words[gone] >> EPOCH_SHIFT < epoch):
+                how = "gave up" if self._abort[gone[0]] else "ended"
+                raise self.fail(PeerLostError(self._story(gone, kind, wait, epoch, f"{how} before it took part")))
+            if time.monotonic() > deadline:
+                late = f"did not take part within {self.timeout:g} s"
+                raise self.fail(PeerTimeoutError(self._story(missing, kind, wait, epoch, late)))
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP)
+
+    def _story(self, peers: Iterable[int], kind: Kind, wait: Wait, epoch: int, what: str) -> str:
+        names = ", ".join(str(int(peer)) for peer in peers)
+        awaited = {
+            Wait.COPIES: "its copies",
+            Wait.CREDIT: "word that the last exchange was taken",
+            Wait.COUNTS: "its counts",
+        }
+        return (
+            f"rank {self.memory.rank} waited for {awaited[wait]} in {kind.title}, lane {self.index}, "
+            f"epoch {epoch}, but peer {names} {what}"
+        )
+
+    def _reported_failure(self) -> ExchangeError:
+        """Turn the status words of a kernel into the error they mean."""
+        kind = Kind(int(self._status[Report.FAILURE]) >> 4)
+        wait = Wait(int(self._status[Report.FAILURE]) & 15)
+        epoch, label = int(self._status[Report.EPOCH]), int(self._status[Report.LABEL])
+        words = self._status[Report.WORDS :]
+        late = np.flatnonzero(words >> EPOCH_SHIFT < epoch)
+        if late.size:
+            if self.memory.spins:
+                how = f"did not take part within about {self.timeout:g} s"
+                return PeerTimeoutError(self._story(late, kind, wait, epoch, how))
+            return ExchangeError(self._story(late, kind, wait, epoch, "has not launched it yet"))
+        labels = (words >> LABEL_SHIFT) & LABEL_MASK
+        peer = int(np.flatnonzero((labels != label) | (words >> EPOCH_SHIFT != epoch))[0])
+        theirs, their_dispatch = Kind(int(labels[peer]) & 3), int(labels[peer]) >> 2
+        return ExchangeMismatchError(
+            f"expected every rank to run {kind.title} of dispatch {label >> 2} (modulo 16) at lane {self.index}, "
+            f"epoch {epoch}; got {theirs.title} of dispatch {their_dispatch} from peer {peer} where rank "
+            f"{self.memory.rank} runs {kind.title}. Every rank must run every exchange in the same order, in the "
+            "backward too: a rank that skips its backward, runs in no_grad alone, or whose loss ignores the output "
+            "(add 0 * out.sum()) breaks that order"
+        )
+
+
+class _RowCount:
+    """Reads one number from the device, beside the caller's stream where there are streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cell = torch.zeros(1, dtype=torch.int64, device=device)
+        self._copy = _host_visible(1, device)
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._event = torch.cuda.Event()
+
+    def start(self, channel: Channel, pad_multiple: int) -> None:
+        """Count on the device what the caller's stream has been given to send."""
+        if not self._on_gpu:
+            row_count(channel, self._copy, pad_multiple)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._cell.device))
+        with torch.cuda.stream(self._stream):
+            row_count(channel, self._cell, pad_multiple)
+            self._copy.copy_(self._cell, non_blocking=True)
+            self._event.record()
+
+    def read(self) -> int:
+        """Return the count that was started last."""
+        if self._on_gpu:
+            self._event.synchronize()
+        return int(self._copy.numpy()[0])
+
+
+def _direction(kind: Kind) -> str:
+    return "scatter" if kind.scatters else "gather"
+
+
+def _launched(kind: Kind) -> Cell:
+    return Cell.SCATTER_LAUNCHED if kind.scatters else Cell.GATHER_LAUNCHED
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Return the SMs of a GPU; 1 on the CPU, where programs run one after another."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

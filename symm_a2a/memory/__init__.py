@@ -1,0 +1,90 @@
+"""The memories that ranks share, behind one protocol; the backend is chosen here alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from symm_a2a.errors import EnvironmentUnsupportedError
+from symm_a2a.memory.base import SymmetricMemory
+from symm_a2a.memory.group import require_agreement, require_one_machine
+from symm_a2a.memory.virtual import VirtualMemory
+
+Backend = Literal["cuda", "host", "virtual"]
+
+__all__ = ["Backend", "SymmetricMemory", "VirtualMemory", "choose_backend", "create_memory", "default_device"]
+
+
+def default_device() -> torch.device:
+    """Return the current CUDA device where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def choose_backend(device: torch.device, world_size: int) -> tuple[Backend, str]:
+    """Return the backend for a group on `device`, and the reason in words."""
+    if world_size == 1:
+        return "virtual", "a group of one needs no shared memory"
+    if device.type == "cuda":
+        return "cuda", "the ranks have CUDA devices: SymmetricMemory maps the peers"
+    return "host", "the ranks are CPU processes: POSIX shared memory, kernels in Triton's interpreter"
+
+
+def _require_supported(backend: str, device: torch.device, world_size: int) -> None:
+    """Raise where a backend cannot work, saying why."""
+    if backend not in ("cuda", "host", "virtual"):
+        raise EnvironmentUnsupportedError(f'expected backend "cuda", "host" or "virtual", got {backend!r}')
+    if device.type not in ("cuda", "cpu"):
+        raise EnvironmentUnsupportedError(f"expected a cuda or cpu device, got {device}")
+    if (backend == "cuda") != (device.type == "cuda") and backend != "virtual":
+        needs = "cuda" if backend == "cuda" else "cpu"
+        raise EnvironmentUnsupportedError(f"backend {backend!r} expects a {needs} device, got {device}")
+    if backend == "virtual" and world_size > 1:
+        raise EnvironmentUnsupportedError(
+            f"backend 'virtual' expects a group of one, got {world_size} ranks in processes of their own; "
+            "VirtualWorld runs several ranks in one process"
+        )
+    if device.type == "cuda" and torch.version.hip:
+        raise EnvironmentUnsupportedError(
+            "the kernels compile for AMD GPUs but do not run there yet: the barrier before a flag "
+            "does not drain stores on that hardware"
+        )
+
+
+def create_memory(
+    nbytes: int,
+    fingerprint: str,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    backend: Backend | None = None,
+) -> SymmetricMemory:
+    """Allocate and map symmetric memory over a group; collective, except for a group of one.
+
+    Args:
+        nbytes: bytes of each rank's arena.
+        fingerprint: everything that must be equal on all ranks, as text.
+        device: where this rank's kernels run.
+        group: the ranks; None for a group of one.
+        backend: `"cuda"`, `"host"` or `"virtual"`; None chooses by device and group.
+
+    Raises:
+        ConfigError: the ranks disagree about `fingerprint` or the backend.
+        EnvironmentUnsupportedError: the backend cannot work here; nothing else is tried.
+    """
+    world_size = 1 if group is None else dist.get_world_size(group)
+    chosen = backend or choose_backend(device, world_size)[0]
+    _require_supported(chosen, device, world_size)
+    if chosen == "virtual" or group is None:
+        return VirtualMemory.world(1, nbytes, device)[0]
+    require_agreement(group, device, "configuration", f"backend={chosen} {fingerprint}")
+    require_one_machine(group, device)
+    if chosen == "cuda":
+        from symm_a2a.memory.cuda import CudaMemory
+
+        return CudaMemory(group, nbytes, device)
+    from symm_a2a.memory.host import HostMemory
+
+    return HostMemory(group, nbytes)

@@ -1,0 +1,40 @@
+"""What a backend gives: one arena a rank, every peer's arena mapped, and news of the dead."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class SymmetricMemory(Protocol):
+    """One rank's share of a symmetric allocation.
+
+    Attributes:
+        backend: `"cuda"`, `"host"` or `"virtual"`.
+        rank: this rank.
+        device: where the kernels run.
+        arenas: one uint8 view a rank, in rank order, mapped in this process; all zeros, or at
+            least zero where flags lie, when the constructor returns.
+        host_waits: the host polls flags before a kernel reads them; kernels never wait.
+        spins: a launch kernel ends only when every peer's copies have arrived.
+    """
+
+    backend: str
+    rank: int
+    device: torch.device
+    arenas: list[torch.Tensor]
+    host_waits: bool
+    spins: bool
+
+    def lost_peers(self) -> list[int]:
+        """Return the ranks whose process is known to have ended."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Unmap every arena.
+
+        Args:
+            failed: an exchange has failed: peers are not waited for, they may be gone.
+        """
+        ...

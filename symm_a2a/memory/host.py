@@ -1,0 +1,139 @@
+"""Ranks as processes of one machine, their arenas in POSIX shared memory.
+
+Kernels run in Triton's interpreter and never wait: the host polls the flags, with sleep and
+backoff, before it lets a kernel read what they announce. A segment has a name only until
+every peer has mapped it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from symm_a2a.errors import EnvironmentUnsupportedError
+from symm_a2a.memory.group import exchange, require_everyone
+
+_FOLDER = "/dev/shm"
+
+
+def _create_segment(nbytes: int) -> tuple[str, int]:
+    """Create a segment that only this user can open; return its path and descriptor.
+
+    The pages are taken now: a sparse file on a full file system would end the process with
+    SIGBUS in the middle of a kernel.
+    """
+    path = f"{_FOLDER}/symm_a2a-{secrets.token_hex(16)}"
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        os.close(fd)
+        os.unlink(path)
+        raise EnvironmentUnsupportedError(
+            f"expected {nbytes} bytes of room in {_FOLDER}, got {error.strerror}; enlarge it "
+            "(containers: --shm-size), or use fewer tokens per rank or lanes"
+        ) from error
+    return path, fd
+
+
+def _map_segment(fd: int, nbytes: int) -> mmap.mmap:
+    if os.fstat(fd).st_size != nbytes:
+        raise EnvironmentUnsupportedError(
+            f"expected a peer's segment of {nbytes} bytes, got {os.fstat(fd).st_size}"
+        )
+    return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _as_tensor(segment: mmap.mmap) -> torch.Tensor:
+    return torch.frombuffer(segment, dtype=torch.uint8)
+
+
+def _watch(pid: int) -> int | None:
+    """Return a descriptor that is readable once the process has ended; None on old kernels."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _close_all(descriptors: dict[int, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
+
+
+class HostMemory:
+    """Shared memory between the processes of a group; see `SymmetricMemory`.
+
+    Args:
+        group: the ranks, processes of one machine; all of them call this.
+        nbytes: bytes of each rank's arena.
+
+    Raises:
+        EnvironmentUnsupportedError: a segment could not be made or mapped, on any rank.
+    """
+
+    backend = "host"
+    host_waits = True
+    spins = False
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int) -> None:
+        self.rank = dist.get_rank(group)
+        self.device = torch.device("cpu")
+        self.arenas: list[torch.Tensor] = []
+        self._watched: dict[int, int] = {}
+        self._finalizer = weakref.finalize(self, _close_all, self._watched)
+        path, error = "", None
+        try:
+            path, fd = _create_segment(nbytes)
+            os.close(fd)
+        except (OSError, EnvironmentUnsupportedError) as raised:
+            error = raised
+        try:
+            require_everyone(group, self.device, error)
+            peers = [m.rsplit("|", 1) for m in exchange(group, self.device, f"{path}|{os.getpid()}")]
+            try:
+                for peer, (peer_path, pid) in enumerate(peers):
+                    self._map_peer(peer, peer_path, int(pid), nbytes)
+            except (OSError, EnvironmentUnsupportedError) as raised:
+                error = raised
+            # Nobody unlinks before everybody has mapped.
+            require_everyone(group, self.device, error)
+        except BaseException:
+            self.close(failed=True)
+            raise
+        finally:
+            if path:
+                os.unlink(path)
+
+    def _map_peer(self, peer: int, path: str, pid: int, nbytes: int) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self.arenas.append(_as_tensor(_map_segment(fd, nbytes)))
+        finally:
+            os.close(fd)
+        watch = _watch(pid)
+        if watch is not None:
+            self._watched[peer] = watch
+
+    def lost_peers(self) -> list[int]:
+        """Return the ranks whose process has ended: their descriptors are readable then."""
+        poller = select.poll()
+        for fd in self._watched.values():
+            poller.register(fd, select.POLLIN)
+        ended = {fd for fd, _ in poller.poll(0)}
+        return [rank for rank, fd in self._watched.items() if fd in ended]
+
+    def close(self, *, failed: bool) -> None:
+        """Unmap; peers keep their own mappings, so nobody needs to be waited for.
+
+        The mapping itself ends with the last tensor that views it.
+        """
+        del failed
+        self.arenas.clear()
+        self._finalizer()

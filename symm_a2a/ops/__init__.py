@@ -1,0 +1,23 @@
+"""Operators with autograd: the only package that knows autograd contexts."""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+
+from symm_a2a.ops.synchronous import combine, dispatch
+from symm_a2a.ops.table import enter_lane
+
+__all__ = ["checkpoint_ops", "combine", "dispatch", "enter_lane"]
+
+
+def checkpoint_ops() -> frozenset[OpOverload]:
+    """Return the operators whose results selective activation checkpointing must save.
+
+    With their results saved, a recompute repeats no exchange.
+
+    Example:
+        >>> sorted(str(op) for op in checkpoint_ops())
+        ['symm_a2a.combine.default', 'symm_a2a.dispatch.default']
+    """
+    return frozenset({torch.ops.symm_a2a.dispatch.default, torch.ops.symm_a2a.combine.default})

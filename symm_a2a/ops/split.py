@@ -1,0 +1,169 @@
+"""Launch and join as two autograd nodes each, so that other work may run between them.
+
+The backward of a join launches the reverse exchange and the backward of its launch joins it:
+autograd runs nodes in the reverse order of their creation, so the gap between launch and join
+is there in the backward too, mirrored. Eager mode only: a compiler would reorder the halves.
+
+The nodes are tied by one-element tensors that stand for the exchange in flight. A join saves
+tensors, and its backward unpacks them before it launches: under activation checkpointing the
+unpacking runs the forward again, which must not happen in a busy lane.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from symm_a2a.exchange import (
+    Dispatched,
+    DispatchFlight,
+    Routing,
+    join_combine,
+    join_combine_backward,
+    join_dispatch,
+    join_dispatch_backward,
+    launch_combine,
+    launch_combine_backward,
+    launch_dispatch,
+    launch_dispatch_backward,
+)
+from symm_a2a.lane import Lane
+
+
+class DispatchState:
+    """What the nodes of one dispatch share besides tensors that autograd knows."""
+
+    def __init__(self, lane: Lane, anchor: Tensor, capacity: int, pad_multiple: int) -> None:
+        self.lane = lane
+        self.anchor = anchor
+        self.capacity = capacity
+        self.pad_multiple = pad_multiple
+        self.flight: DispatchFlight | None = None
+        self.result: Dispatched | None = None
+        self.backward: tuple[Tensor, Routing] | None = None
+
+
+class CombineState:
+    """What the nodes of one combine share besides tensors that autograd knows."""
+
+    def __init__(self, lane: Lane, zero: Tensor, pad_multiple: int) -> None:
+        self.lane = lane
+        self.zero = zero
+        self.pad_multiple = pad_multiple
+        self.flight: Tensor | None = None
+        self.routing: Routing | None = None
+        self.backward: tuple[Tensor, Tensor, Routing] | None = None
+
+
+class _DispatchLaunch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: DispatchState, x: Tensor, scores: Tensor, ids: Tensor, anchor: Tensor) -> Tensor:
+        ctx.state = state
+        state.flight = launch_dispatch(state.lane, x, scores, ids, state.capacity, state.pad_multiple)
+        return x.new_empty(1, dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        state: DispatchState = ctx.state
+        assert state.backward is not None, "the backward of the join has launched"
+        rows, routing = state.backward
+        state.backward = None
+        grad_x, grad_scores, _ = join_dispatch_backward(state.lane, rows, routing)
+        return None, grad_x, grad_scores, None, None
+
+
+class _DispatchJoin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: DispatchState, flying: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert state.flight is not None, "the launch comes first"
+        result, state.flight = join_dispatch(state.flight), None
+        ctx.state, state.result = state, result
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(result.rows_RD, *result.routing)
+        return result.rows_RD, result.routing.score_of_copy, result.token
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_rows: Tensor | None, grad_scores: Tensor | None, grad_token: Tensor | None
+    ) -> tuple[None, Tensor]:
+        state: DispatchState = ctx.state
+        rows, *routing = ctx.saved_tensors
+        routing = Routing(*routing)
+        if grad_rows is None:
+            grad_rows = torch.zeros_like(rows)
+        state.backward = launch_dispatch_backward(state.lane, grad_rows, grad_scores, routing), routing
+        return None, state.anchor.detach()
+
+
+class _CombineLaunch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: CombineState, y: Tensor, score_of_copy: Tensor, token: Tensor) -> Tensor:
+        ctx.state = state
+        assert state.routing is not None, "a combine follows a dispatch"
+        state.flight = launch_combine(state.lane, y, state.routing)
+        return torch.empty_like(token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        state: CombineState = ctx.state
+        assert state.backward is not None, "the backward of the join has launched"
+        _, y, routing = state.backward
+        state.backward = None
+        grad_y, grad_scores, grad_token = join_combine_backward(state.lane, y, routing, state.pad_multiple)
+        return None, grad_y, grad_scores, grad_token
+
+
+class _CombineJoin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: CombineState, flying: Tensor) -> Tensor:
+        assert state.flight is not None and state.routing is not None, "the launch comes first"
+        y, routing = state.flight, state.routing
+        state.flight = state.routing = None
+        ctx.state = state
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(y, *routing)
+        out, _ = join_combine(state.lane, y, routing)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[None, Tensor]:
+        state: CombineState = ctx.state
+        y, *routing = ctx.saved_tensors
+        routing = Routing(*routing)
+        if grad_out is None:
+            grad_out = y.new_zeros((routing.copy_of_peer_TW.shape[0], y.shape[1]))
+        state.backward = launch_combine_backward(state.lane, grad_out, routing), y, routing
+        return None, state.zero
+
+
+def start_dispatch(state: DispatchState, x: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+    """Launch a dispatch; return the tensor that stands for it until it is joined."""
+    return _DispatchLaunch.apply(state, x, scores, ids, state.anchor)
+
+
+def finish_dispatch(state: DispatchState, flying: Tensor) -> Dispatched:
+    """Join a dispatch."""
+    rows, score_of_copy, token = _DispatchJoin.apply(state, flying)
+    result, state.result = state.result, None
+    assert result is not None
+    return Dispatched(
+        rows, result.tokens_per_expert_L, result.routing._replace(score_of_copy=score_of_copy), token
+    )
+
+
+def start_combine(state: CombineState, y: Tensor, routing: Routing, token: Tensor) -> Tensor:
+    """Launch a combine; return the tensor that stands for it until it is joined."""
+    state.routing = routing._replace(score_of_copy=routing.score_of_copy.detach())
+    return _CombineLaunch.apply(state, y, routing.score_of_copy, token)
+
+
+def finish_combine(state: CombineState, flying: Tensor) -> Tensor:
+    """Join a combine."""
+    return _CombineJoin.apply(state, flying)

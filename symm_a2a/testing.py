@@ -1,0 +1,401 @@
+"""Run a function as the ranks of a process group, on this machine, and get its results or its errors.
+
+    def double(rank, group, value):
+        total = torch.tensor(value)
+        torch.distributed.all_reduce(total, group=group)
+        return total.item()
+
+    run_ranks(double, 2, 21)  # [42, 42]
+
+Ranks are forked from a server that has imported torch and this package already (multiprocessing's
+forkserver), so that four start in a fraction of a second; only the first call of a process waits for
+those imports. What a rank gives or gets passes through a pipe as pickled bytes, never through shared
+memory, and the rendezvous is a store inside the caller, on a loopback port that the system picks:
+whoever dies, nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from symm_a2a.errors import EnvironmentUnsupportedError, InputError, SymmA2AError
+
+Result = TypeVar("Result")
+
+GRACE = 2.0
+"""Seconds that the other ranks get, after the first failure, to fail or finish by themselves."""
+
+TEARDOWN = 15.0
+"""Seconds that ranks get to leave their process group, once all have returned."""
+
+_DEATH_NOTICED_LATE = 0.5
+"""Seconds: a rank's death closes its sockets first, and its peers' errors can arrive before it does."""
+
+_PRELOAD = ("torch", "torch.distributed", "numpy", "symm_a2a", "symm_a2a.testing")
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What became of one rank: its traceback, or how it ended and where it was."""
+
+    rank: int
+    text: str
+
+
+class RankError(SymmA2AError, RuntimeError):
+    """Ranks of `run_ranks` failed, died or did not finish.
+
+    Args:
+        world_size: how many ranks there were.
+        failures: those that did not return, the first failure first.
+    """
+
+    def __init__(self, world_size: int, failures: tuple[RankFailure, ...]) -> None:
+        """Keep both; the message is made of them."""
+        super().__init__(world_size, failures)
+        self.world_size = world_size
+        self.failures = failures
+
+    def __str__(self) -> str:
+        """Return every failing rank's traceback, the first failure first."""
+        ranks = ", ".join(str(failure.rank) for failure in self.failures)
+        parts = [f"expected {self.world_size} ranks to return, got failures, the first one first: {ranks}"]
+        parts += [f"---- rank {failure.rank} ----\n{failure.text.rstrip()}" for failure in self.failures]
+        return "\n\n".join(parts)
+
+
+def run_ranks(
+    fn: Callable[..., Result], world_size: int, *args: Any, timeout: float = 120.0, device: str = "cpu"
+) -> list[Result]:
+    """Call `fn(rank, group, *args)` in `world_size` processes that form a process group.
+
+    The processes see the caller's environment variables and `sys.path`, but not what it changed in its
+    modules. torch runs with one thread in each. No process is left when this returns or raises, also
+    when it is interrupted; ranks die with a killed caller.
+
+    Args:
+        fn: a function that can be imported: defined at the top of a module.
+        world_size: how many ranks.
+        *args: given to every rank; they must pickle, as must the results. A tensor's whole storage
+            travels, and a CUDA tensor makes the caller use CUDA: return `tensor.cpu()`.
+        timeout: seconds for all of it.
+        device: `"cpu"`, a gloo group; or `"cuda"`, an NCCL group and one GPU per rank, made current.
+
+    Returns:
+        What `fn` returned, in rank order.
+
+    Raises:
+        InputError: `fn` or its arguments do not pickle, or a size, timeout or device that cannot be.
+        RankError: a rank raised, died, did not finish in time, or returned something that does not
+            pickle. The message has all of their tracebacks, or where they were.
+    """
+    if world_size < 1:
+        raise InputError(f"expected at least 1 rank, got {world_size}")
+    if device not in ("cpu", "cuda"):
+        raise InputError(f'expected device "cpu" or "cuda", got {device!r}')
+    deadline = time.monotonic() + timeout
+    try:
+        call = pickle.dumps((fn, args))
+    except Exception as error:
+        raise InputError(f"expected a function and arguments that pickle, got {fn!r}: {error}") from error
+
+    context = _context()
+    # On a port of the system's choice; it closes with the caller, however that ends.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    setup = _Setup(world_size, device, store.port, timeout, dict(os.environ))
+    ranks = [_Rank(context, number, setup, call) for number in range(world_size)]
+    try:
+        for rank in ranks:
+            rank.start()
+        _collect(ranks, deadline, f"had not finished after {timeout:g} s")
+        results = [rank.result() for rank in ranks]
+        for rank in ranks:
+            rank.release()
+        until = time.monotonic() + TEARDOWN
+        _collect(ranks, until, f"returned, but did not leave its process group within {TEARDOWN:g} s")
+        for rank in ranks:
+            rank.process.join(until - time.monotonic())
+        return results
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What every rank of a run is told."""
+
+    world_size: int
+    device: str
+    port: int
+    timeout: float
+    environ: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank says of itself, twice: of its function, and of leaving its group.
+
+    `when` is the system's monotonic clock, which the processes share; `payload` is a pickled result,
+    or if `failure`, a text.
+    """
+
+    when: float
+    failure: bool
+    payload: bytes
+
+
+class _Rank:
+    """The caller's end of one rank process."""
+
+    def __init__(self, context: Any, number: int, setup: _Setup, call: bytes) -> None:
+        self.number = number
+        self.world_size = setup.world_size
+        self.report: _Report | None = None
+        self.pipe, self._far_pipe = context.Pipe()
+        self._stacks, self._far_stacks = context.Pipe(duplex=False)
+        self.process = context.Process(
+            target=_run_rank,
+            args=(number, setup, call, self._far_pipe, self._far_stacks),
+            name=f"symm_a2a-rank-{number}",
+        )
+
+    def start(self) -> None:
+        self.process.start()
+        # With these open here, a rank's death would not end its pipes.
+        self._far_pipe.close()
+        self._far_stacks.close()
+
+    def poll(self) -> None:
+        """Take the rank's report if it has made one, or make one for it if it has died."""
+        try:
+            if self.pipe.poll():
+                self.report = pickle.loads(self.pipe.recv_bytes())
+            elif not self.process.is_alive() and not self.pipe.poll():
+                self.report = self._death()
+        except (EOFError, OSError):
+            self.report = self._death()
+
+    def _death(self) -> _Report:
+        self.process.join(GRACE)
+        code = self.process.exitcode
+        if code is None:
+            how = "closed its pipe"
+        elif code < 0:
+            with contextlib.suppress(ValueError):
+                code = f"{code} ({signal.Signals(-code).name})"
+            how = f"died by signal, exit code {code}"
+        else:
+            how = f"ended with exit code {code}"
+        when = time.monotonic() - _DEATH_NOTICED_LATE
+        return _Report(when, True, f"{how} before it reported\n{self._read_stacks(0.0)}".encode())
+
+    def ask_where(self) -> None:
+        """Make the rank write its threads' stacks, whatever it is doing."""
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGUSR1)
+
+    def overdue(self, what: str) -> None:
+        """Make a report for a rank that has been asked where it is."""
+        self.report = _Report(
+            time.monotonic(), True, f"{what}, and was killed; it was at\n{self._read_stacks(GRACE)}".encode()
+        )
+
+    def _read_stacks(self, patience: float) -> str:
+        """Return what faulthandler has written; wait so long for it to begin, and not long for more."""
+        text = b""
+        while wait([self._stacks], patience):
+            chunk = os.read(self._stacks.fileno(), 1 << 16)
+            if not chunk:
+                break
+            text += chunk
+            patience = 0.2
+        threads = text.decode(errors="replace").split("\n\n")
+        threads = [thread for thread in threads if _end_with_caller.__name__ not in thread]
+        return "\n\n".join(threads) or "(no stack to show)\n"
+
+    def result(self) -> Any:
+        """Return what the function returned."""
+        assert self.report is not None
+        try:
+            return pickle.loads(self.report.payload)
+        except Exception as error:
+            text = f"returned a result that does not unpickle here\n{traceback.format_exc()}"
+            raise RankError(self.world_size, (RankFailure(self.number, text),)) from error
+
+    def release(self) -> None:
+        """Let the rank leave its group: the others are done with it."""
+        self.report = None
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(b"")
+
+    def end(self) -> None:
+        """Make sure the process is gone and everything of it closed."""
+        # None: it was never started, or the start was interrupted. Then it cannot reach its rendezvous
+        # or report, both of which close here, and ends by itself.
+        if self.process.pid is not None:
+            if self.process.is_alive():
+                self.process.kill()
+            self.process.join()
+            self.process.close()
+        for pipe in (self.pipe, self._far_pipe, self._stacks, self._far_stacks):
+            pipe.close()
+
+
+def _collect(ranks: list[_Rank], deadline: float, overdue: str) -> None:
+    """Wait until every rank has reported.
+
+    Args:
+        ranks: started, without a report.
+        deadline: of the monotonic clock.
+        overdue: what to say of ranks that miss it.
+
+    Raises:
+        RankError: a rank failed or missed the deadline; the others had `GRACE` to follow.
+    """
+    while missing := [rank for rank in ranks if rank.report is None]:
+        failed = any(rank.report and rank.report.failure for rank in ranks)
+        if failed and deadline > time.monotonic() + GRACE:
+            deadline = time.monotonic() + GRACE
+            overdue = f"had not finished {GRACE:g} s after the first failure"
+        watched = [end for rank in missing for end in (rank.pipe, rank.process.sentinel)]
+        if not wait(watched, max(0.0, deadline - time.monotonic())):
+            for rank in missing:
+                rank.ask_where()
+            for rank in missing:
+                rank.overdue(overdue)
+        else:
+            for rank in missing:
+                rank.poll()
+    failures = sorted((r.report.when, r.number, r.report) for r in ranks if r.report and r.report.failure)
+    if failures:
+        raise RankError(
+            len(ranks),
+            tuple(RankFailure(number, report.payload.decode()) for _, number, report in failures),
+        )
+
+
+def _context() -> Any:
+    """Return the multiprocessing context to start ranks with."""
+    if _import_time_settings() != _server_settings():
+        # Modules that the server has imported have made up their minds; a new interpreter has not.
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Ranks import the caller's main module again, which is pytest's own under `python -m pytest`.
+    context.set_forkserver_preload([*_PRELOAD, *(["pytest"] if "pytest" in sys.modules else [])])
+    return context
+
+
+def _import_time_settings() -> str | None:
+    """Return the environment variable that kernels read when they are imported."""
+    return os.environ.get("TRITON_INTERPRET")
+
+
+@functools.cache
+def _server_settings() -> str | None:
+    """Return what `_import_time_settings` was when the fork server was first used, and started."""
+    return _import_time_settings()
+
+
+def _run_rank(number: int, setup: _Setup, call: bytes, pipe: Connection, stacks: Connection) -> None:
+    """Be a rank: run the function, report, wait to be released, leave the group, report again."""
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    # An interrupt from the terminal reaches the caller too, which ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable(stacks.fileno())
+    faulthandler.register(signal.SIGUSR1, stacks.fileno())
+    os.environ.clear()
+    os.environ.update(setup.environ)
+    torch.set_num_threads(1)
+    try:
+        fn, args = pickle.loads(call)
+        result = fn(number, _join_group(number, setup), *args)
+        try:
+            payload = pickle.dumps(result)
+        except Exception as error:
+            kind = type(result).__name__
+            raise InputError(f"expected a result that pickles, got {kind}: {error}") from error
+    except BaseException:
+        _fail(pipe)
+    _send(pipe, False, payload)
+    # A rank that left now would close its connections on peers that still use them. An end of file
+    # is a release as well: the caller has gone.
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv_bytes()
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        _fail(pipe)
+    _send(pipe, False, b"")
+
+
+def _send(pipe: Connection, failure: bool, payload: bytes) -> None:
+    # The caller may have gone, or given up.
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(pickle.dumps(_Report(time.monotonic(), failure, payload)))
+
+
+def _fail(pipe: Connection) -> NoReturn:
+    """Report the exception being handled, and end at once: peers are to notice."""
+    _send(pipe, True, traceback.format_exc().encode(errors="replace"))
+    os._exit(1)
+
+
+def _join_group(number: int, setup: _Setup) -> dist.ProcessGroup:
+    """Return the group of all ranks, over the store that the caller keeps."""
+    # Longer than the caller waits, which says more about who hangs, and where.
+    patience = timedelta(seconds=setup.timeout + 30)
+    store = TCPStore("127.0.0.1", setup.port, is_master=False, timeout=patience)
+    if setup.device == "cuda":
+        if torch.cuda.device_count() < setup.world_size:
+            raise EnvironmentUnsupportedError(
+                f"expected a GPU per rank, got {torch.cuda.device_count()} GPUs for {setup.world_size} ranks"
+            )
+        torch.cuda.set_device(number)
+        dist.init_process_group(
+            "nccl",
+            store=store,
+            rank=number,
+            world_size=setup.world_size,
+            timeout=patience,
+            device_id=torch.device("cuda", number),
+        )
+    else:
+        if sys.platform == "linux":
+            # gloo looks the host's name up otherwise, and not every machine knows its own.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo", store=store, rank=number, world_size=setup.world_size, timeout=patience
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _end_with_caller() -> None:
+    """End this process when the caller ends, however that happened: it was to wait for this one."""
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        caller.join()
+        os._exit(1)

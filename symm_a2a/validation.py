@@ -1,0 +1,86 @@
+"""Checks of a dispatcher's arguments, the same for every way to move the rows.
+
+Only attributes are compared: no tensor is read, so a check costs no device work and no host
+synchronisation, and `torch.compile` traces it away. What the tensors hold (ids out of range) is
+for the dispatcher, which knows when the values are on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from symm_a2a.config import EPConfig
+from symm_a2a.errors import InputError
+
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+def check_dispatch(
+    cfg: EPConfig,
+    device: torch.device,
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    num_local_tokens_per_expert_E: torch.Tensor | None = None,
+) -> None:
+    """Raise unless the arguments of a dispatch fit the configuration.
+
+    Args:
+        cfg: sizes and dtype.
+        device: where the dispatcher's rows live, with an index if it is a CUDA device.
+        x_TD: `(T, D)` of `cfg.dtype`, T at most `cfg.max_tokens_per_rank`.
+        scores_TK: `(T, K)` of any floating point dtype.
+        topk_ids_TK: `(T, K)` of int32 or int64.
+        num_local_tokens_per_expert_E: `(E,)` of any dtype, or None. Routers that count give it; the
+            ids say the same and more.
+
+    Raises:
+        InputError: a shape, dtype or device that does not fit; the message has both.
+    """
+    if x_TD.dim() != 2 or x_TD.shape[1] != cfg.hidden_dim:
+        raise InputError(f"expected x_TD of shape (T, {cfg.hidden_dim}), got {tuple(x_TD.shape)}")
+    num_tokens = x_TD.shape[0]
+    if num_tokens > cfg.max_tokens_per_rank:
+        raise InputError(
+            f"expected at most max_tokens_per_rank = {cfg.max_tokens_per_rank} tokens, got {num_tokens}"
+        )
+    if x_TD.dtype != cfg.dtype:
+        raise InputError(f"expected x_TD of dtype {cfg.dtype}, got {x_TD.dtype}")
+    for name, tensor in (("scores_TK", scores_TK), ("topk_ids_TK", topk_ids_TK)):
+        if tensor.shape != (num_tokens, cfg.top_k):
+            raise InputError(
+                f"expected {name} of shape ({num_tokens}, {cfg.top_k}), got {tuple(tensor.shape)}"
+            )
+    if not scores_TK.dtype.is_floating_point:
+        raise InputError(f"expected scores_TK of a floating point dtype, got {scores_TK.dtype}")
+    if topk_ids_TK.dtype not in ID_DTYPES:
+        raise InputError(f"expected topk_ids_TK of dtype int32 or int64, got {topk_ids_TK.dtype}")
+    for name, tensor in (("x_TD", x_TD), ("scores_TK", scores_TK), ("topk_ids_TK", topk_ids_TK)):
+        if tensor.device != device:
+            raise InputError(f"expected {name} on {device}, got {tensor.device}")
+    counts_E = num_local_tokens_per_expert_E
+    if counts_E is not None and counts_E.shape != (cfg.num_experts,):
+        raise InputError(
+            f"expected num_local_tokens_per_expert_E of shape ({cfg.num_experts},), "
+            f"got {tuple(counts_E.shape)}"
+        )
+
+
+def check_combine(cfg: EPConfig, device: torch.device, y_RD: torch.Tensor, num_rows: int) -> None:
+    """Raise unless a combine's rows are as many, and of the kind, that the dispatch gave out.
+
+    Args:
+        cfg: sizes and dtype.
+        device: where the dispatcher's rows live.
+        y_RD: `(num_rows, D)` of `cfg.dtype`.
+        num_rows: R of the dispatch.
+
+    Raises:
+        InputError: a shape, dtype or device that does not fit; the message has both.
+    """
+    if y_RD.shape != (num_rows, cfg.hidden_dim):
+        raise InputError(f"expected y_RD of shape ({num_rows}, {cfg.hidden_dim}), got {tuple(y_RD.shape)}")
+    if y_RD.dtype != cfg.dtype:
+        raise InputError(f"expected y_RD of dtype {cfg.dtype}, got {y_RD.dtype}")
+    if y_RD.device != device:
+        raise InputError(f"expected y_RD on {device}, got {y_RD.device}")

@@ -1,0 +1,67 @@
+"""Several ranks in one process, stepped phase by phase: for tests, and for one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from symm_a2a.arena import Arena
+from symm_a2a.config import EPConfig
+from symm_a2a.dispatcher import Handle, SymmTokenDispatcher
+from symm_a2a.memory import VirtualMemory, default_device
+
+
+class VirtualWorld:
+    """All ranks of a group on one device; every call takes and gives lists over the ranks.
+
+    The kernels, the layout and the protocol are those of a real group; only nothing waits:
+    every rank launches, then every rank joins. Gradients flow between the ranks' tensors, so
+    a loss may use any of them. A backward must reach every rank's outputs.
+
+    Args:
+        cfg: as for a dispatcher.
+        world_size: W, the number of ranks.
+        device: where all of them live; None for the current CUDA device, else the CPU.
+    """
+
+    def __init__(self, cfg: EPConfig, world_size: int, device: torch.device | str | None = None) -> None:
+        layout = cfg.layout(world_size)
+        device = default_device() if device is None else torch.device(device)
+        memories = VirtualMemory.world(world_size, layout.nbytes, device)
+        self.cfg = cfg
+        self.world_size = world_size
+        self._arenas = [Arena(cfg, memory, layout) for memory in memories]
+        self.dispatchers = [SymmTokenDispatcher(cfg, arena=arena) for arena in self._arenas]
+
+    def dispatch(
+        self, xs: Sequence[Tensor], scores: Sequence[Tensor], ids: Sequence[Tensor], *, lane: int = 0
+    ) -> tuple[list[Tensor], list[Tensor], list[Handle]]:
+        """Dispatch on every rank; see `SymmTokenDispatcher.dispatch`."""
+        pending = [
+            dispatcher.dispatch_async(x, s, i, lane=lane)
+            for dispatcher, x, s, i in zip(self.dispatchers, xs, scores, ids, strict=True)
+        ]
+        rows, counts, handles = zip(*[p.join() for p in pending], strict=True)
+        return list(rows), list(counts), list(handles)
+
+    def combine(self, ys: Sequence[Tensor], handles: Sequence[Handle]) -> list[Tensor]:
+        """Combine on every rank; see `SymmTokenDispatcher.combine`."""
+        pending = [
+            dispatcher.combine_async(y, handle)
+            for dispatcher, y, handle in zip(self.dispatchers, ys, handles, strict=True)
+        ]
+        return [p.join() for p in pending]
+
+    def close(self) -> None:
+        """Drop all memory; a second call does nothing."""
+        for dispatcher, arena in zip(self.dispatchers, self._arenas, strict=True):
+            dispatcher.close()
+            arena.close()
+
+    def __enter__(self) -> VirtualWorld:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

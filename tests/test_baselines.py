@@ -1,0 +1,493 @@
+"""The standard all-to-all against the oracle, in four processes and in a group of one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from symm_a2a import reference
+from symm_a2a.baselines import AllToAllTokenDispatcher
+from symm_a2a.config import EPConfig
+from symm_a2a.errors import ClosedError, ConfigError, ExpertIdError, InputError, JoinedTwiceError
+from symm_a2a.testing import run_ranks
+
+RANKS = 4
+TOLERANCE = 1e-12
+"""Of gradients and sums in fp64, whose terms are of order 1 and at most some tens."""
+
+
+def config(**changes):
+    sizes = {"num_experts": 8, "top_k": 3, "hidden_dim": 5, "max_tokens_per_rank": 16, "dtype": torch.float64}
+    return EPConfig(**{**sizes, **changes})
+
+
+def coded(rank, num_tokens, hidden, dtype):
+    """Return `(T, D)` rows that say whose they are: rank, token, and three numbers made of them."""
+    token_T = torch.arange(num_tokens)
+    columns = [torch.full_like(token_T, rank + 1), token_T + 1, token_T * 7 + rank, -token_T, token_T * 0 + 1]
+    return torch.stack(columns, 1)[:, :hidden].to(dtype)
+
+
+def choose_ids(kind, generator, num_tokens, num_experts, top_k):
+    if kind == "distinct":
+        scores = torch.rand(num_tokens, num_experts, generator=generator)
+        return scores.topk(top_k, dim=1).indices
+    if kind == "any":  # Masked slots and experts chosen twice among them.
+        return torch.randint(-1, num_experts, (num_tokens, top_k), generator=generator)
+    fixed = {"masked": -1, "first expert": 0, "last expert": num_experts - 1}
+    return torch.full((num_tokens, top_k), fixed[kind])
+
+
+class Case:
+    """The inputs of every rank, the same in every process."""
+
+    def __init__(self, cfg, num_tokens, kind="any", seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        E, K, D = cfg.num_experts, cfg.top_k, cfg.hidden_dim
+        self.cfg, self.num_tokens = cfg, num_tokens
+        self.ids = [choose_ids(kind, generator, t, E, K) for t in num_tokens]
+        self.scores = [torch.rand(t, K, generator=generator, dtype=torch.float64) for t in num_tokens]
+        self.xs = [torch.randn(t, D, generator=generator, dtype=torch.float64) for t in num_tokens]
+        self.grads = [torch.randn(t, D, generator=generator, dtype=torch.float64) for t in num_tokens]
+        self.weight_EDD = torch.randn(E, D, D, generator=generator, dtype=torch.float64)
+        self.routing = (self.ids, E, cfg.pad_multiple)
+
+    def local_weight(self, rank):
+        return self.weight_EDD.chunk(len(self.ids))[rank].clone().requires_grad_()
+
+    def oracle(self, needs_grad=lambda rank: True):
+        """Return per rank: rows, outputs, and the gradients of x, scores and weights."""
+        xs = [x.clone().requires_grad_(needs_grad(rank)) for rank, x in enumerate(self.xs)]
+        scores = [score.clone().requires_grad_() for score in self.scores]
+        weights = [self.local_weight(rank) for rank in range(len(xs))]
+        rows, counts = reference.dispatch(xs, *self.routing)
+        ys = [experts(*arguments) for arguments in zip(rows, counts, weights, strict=True)]
+        outs = reference.combine(ys, scores, *self.routing)
+        loss = sum((out * grad).sum() for out, grad in zip(outs, self.grads, strict=True))
+        loss.backward()
+        return rows, counts, outs, xs, scores, weights
+
+
+def experts(rows_RD, counts_L, weight_LDD):
+    """Return what each expert makes of its rows; a padding row becomes something other than zero."""
+    parts = rows_RD.split(counts_L.tolist())
+    return torch.cat(
+        [torch.tanh(part @ weight + 0.1) for part, weight in zip(parts, weight_LDD, strict=True)]
+    )
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+SHAPES = {
+    "ragged": (7, 3, 5, 1),
+    "full": (16, 16, 16, 16),
+    "one token": (0, 1, 0, 0),
+    "some without": (0, 4, 0, 2),
+    "none": (0, 0, 0, 0),
+}
+
+
+def rows_in_order(rank, group, cfg, kind, id_dtype):
+    with AllToAllTokenDispatcher(cfg, group, "cpu") as dispatcher:
+        for num_tokens in SHAPES.values():
+            case = Case(cfg, num_tokens, kind)
+            xs = [coded(r, t, cfg.hidden_dim, cfg.dtype) for r, t in enumerate(num_tokens)]
+            expected, counts = reference.dispatch(xs, *case.routing)
+            rows_RD, counts_L, handle = dispatcher.dispatch(
+                xs[rank], case.scores[rank].float(), case.ids[rank].to(id_dtype)
+            )
+            assert rows_RD.dtype == cfg.dtype
+            assert counts_L.dtype == torch.int32
+            assert torch.equal(rows_RD, expected[rank])
+            assert torch.equal(counts_L, counts[rank])
+            # Rows that name their slot, also its k, find back to it: a score of one slot, zeros elsewhere.
+            routed = reference.route(*case.routing)[rank]
+            y_RD = torch.stack([routed.origin, routed.token, routed.k, routed.k * 0 + 1, routed.k * 0], 1)
+            handle_scores = [torch.zeros_like(score) for score in case.scores]
+            k = num_tokens[0] % cfg.top_k
+            for score in handle_scores:
+                score[:, k] = 1
+            _, _, handle = dispatcher.dispatch(xs[rank], handle_scores[rank], case.ids[rank].to(id_dtype))
+            out_TD = dispatcher.combine(y_RD.to(cfg.dtype), handle)
+            token_T = torch.arange(num_tokens[rank])
+            slot = torch.stack(
+                [token_T * 0 + rank, token_T, token_T * 0 + k, token_T * 0 + 1, token_T * 0], 1
+            )
+            assert torch.equal(out_TD, (slot * (case.ids[rank][:, k : k + 1] >= 0)).to(cfg.dtype))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "id_dtype"),
+    [
+        ({"dtype": torch.bfloat16}, "any", torch.int64),
+        ({"dtype": torch.float16, "pad_multiple": 8}, "any", torch.int32),
+        ({"dtype": torch.float32, "num_experts": 12}, "distinct", torch.int64),
+        ({"dtype": torch.float64, "pad_multiple": 3, "num_experts": 20}, "distinct", torch.int32),
+        ({"dtype": torch.bfloat16, "num_experts": 4}, "first expert", torch.int64),
+        ({"dtype": torch.bfloat16, "pad_multiple": 16}, "last expert", torch.int64),
+        ({"dtype": torch.float32}, "masked", torch.int64),
+    ],
+)
+def test_rows_are_bitwise_the_oracles(changes, kind, id_dtype):
+    run_ranks(rows_in_order, RANKS, config(**changes), kind, id_dtype)
+
+
+def layer(dispatcher, x_TD, scores_TK, ids_TK, weight_LDD):
+    rows_RD, counts_L, handle = dispatcher.dispatch(x_TD, scores_TK, ids_TK)
+    return dispatcher.combine(experts(rows_RD, counts_L, weight_LDD), handle, x_TD)
+
+
+def train(rank, group, cfg, kind, checkpointed):
+    dispatcher = AllToAllTokenDispatcher(cfg, group)
+    dispatcher.warmup()
+    for seed, num_tokens in enumerate(SHAPES.values()):
+        case = Case(cfg, num_tokens, kind, seed)
+        _, _, outs, xs, scores, weights = case.oracle()
+        x_TD = case.xs[rank].clone().requires_grad_()
+        scores_TK = case.scores[rank].clone().requires_grad_()
+        weight_LDD = case.local_weight(rank)
+        arguments = (dispatcher, x_TD, scores_TK, case.ids[rank], weight_LDD)
+        out_TD = checkpoint(layer, *arguments, use_reentrant=False) if checkpointed else layer(*arguments)
+        out_TD.backward(case.grads[rank])
+        close(out_TD, outs[rank])
+        close(x_TD.grad, xs[rank].grad)
+        close(scores_TK.grad, scores[rank].grad)
+        close(weight_LDD.grad, weights[rank].grad)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [({}, "any"), ({"pad_multiple": 4}, "any"), ({"num_experts": 12}, "distinct"), ({}, "last expert")],
+)
+def test_steps_give_the_oracles_outputs_and_gradients(changes, kind, checkpointed):
+    run_ranks(train, RANKS, config(**changes), kind, checkpointed)
+
+
+def needs_grad_on_one(rank, group):
+    dispatcher = AllToAllTokenDispatcher(config(), group)
+    for num_tokens in SHAPES.values():
+        case = Case(dispatcher.cfg, num_tokens)
+        _, _, _, xs, _, _ = case.oracle()
+        x_TD = case.xs[rank].clone().requires_grad_(rank == 2)
+        weight_LDD = case.local_weight(rank).detach()
+        out_TD = layer(dispatcher, x_TD, case.scores[rank], case.ids[rank], weight_LDD)
+        (out_TD * case.grads[rank]).sum().backward()
+        if rank == 2:
+            close(x_TD.grad, xs[2].grad)
+        else:
+            assert x_TD.grad is None
+
+
+def test_an_input_that_needs_grad_on_one_rank_only():
+    run_ranks(needs_grad_on_one, RANKS, timeout=30)
+
+
+def cut_on_one(rank, group):
+    dispatcher = AllToAllTokenDispatcher(config(top_k=1), group)
+    # A token of every rank for each rank: every rank's x has a gradient from the others.
+    xs = [coded(r, RANKS, 5, torch.float64) for r in range(RANKS)]
+    ids_TK = torch.arange(RANKS)[:, None] * 2
+    x_TD = xs[rank].requires_grad_()
+    rows_RD, _, handle = dispatcher.dispatch(x_TD, torch.ones(RANKS, 1), ids_TK)
+    y_RD = rows_RD.detach() if rank == 1 else rows_RD
+    dispatcher.combine(y_RD, handle).sum().backward()
+    assert torch.equal(x_TD.grad, (torch.arange(RANKS) != 1).double()[:, None].expand(RANKS, 5))
+
+
+def test_experts_that_ignore_their_rows_on_one_rank_only():
+    run_ranks(cut_on_one, RANKS, timeout=30)
+
+
+def several_in_flight(rank, group):
+    dispatcher = AllToAllTokenDispatcher(config(pad_multiple=2), group)
+    cases = [
+        Case(dispatcher.cfg, SHAPES[name], seed=seed) for seed, name in enumerate(("ragged", "some without"))
+    ]
+    xs, weights, flights = [], [], []
+    for case in cases:
+        xs.append(case.xs[rank].clone().requires_grad_())
+        weights.append(case.local_weight(rank))
+        flights.append(dispatcher.dispatch_async(xs[-1], case.scores[rank], case.ids[rank]))
+    joined = [flight.join() for flight in flights]
+    ys = [experts(rows, counts, weight) for (rows, counts, _), weight in zip(joined, weights, strict=True)]
+    outs = [dispatcher.combine_async(y, handle).join() for y, (_, _, handle) in zip(ys, joined, strict=True)]
+    again = dispatcher.combine(ys[0], joined[0][2])
+    assert torch.equal(again, outs[0])
+    loss = sum((out * case.grads[rank]).sum() for out, case in zip(outs, cases, strict=True))
+    loss = loss + (again * cases[0].grads[rank]).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for case, x_TD, weight, times in zip(cases, xs, weights, (4, 2), strict=True):
+        _, _, _, expected_xs, _, expected_weights = case.oracle()
+        close(x_TD.grad, times * expected_xs[rank].grad)
+        close(weight.grad, times * expected_weights[rank].grad)
+
+
+def test_two_flights_a_handle_combined_twice_and_a_graph_used_twice():
+    run_ranks(several_in_flight, RANKS)
+
+
+def strided(tensor):
+    """Return the same values with gaps between rows and elements."""
+    wide = torch.full((2 * tensor.shape[0] + 1, 3 * tensor.shape[1]), -7).to(tensor.dtype)
+    wide[1::2, 1::3] = tensor
+    return wide[1::2, 1::3]
+
+
+def non_contiguous(rank, group):
+    dispatcher = AllToAllTokenDispatcher(config(), group)
+    case = Case(dispatcher.cfg, SHAPES["ragged"])
+    case.grads = [torch.ones(1, 1, dtype=torch.float64).expand_as(grad) for grad in case.grads]
+    case.xs = [x[:1].expand_as(x) for x in case.xs]
+    _, _, outs, xs, scores, _ = case.oracle()
+    x_TD = case.xs[rank].requires_grad_()
+    scores_TK = strided(case.scores[rank]).requires_grad_()
+    ids_TK = strided(case.ids[rank])
+    assert not (x_TD.is_contiguous() and scores_TK.is_contiguous() and ids_TK.is_contiguous())
+    rows_RD, counts_L, handle = dispatcher.dispatch(x_TD, scores_TK, ids_TK)
+    y_RD = experts(rows_RD, counts_L, case.local_weight(rank))
+    out_TD = dispatcher.combine(y_RD.T.contiguous().T, handle)
+    out_TD.sum().backward()  # A gradient of stride 0.
+    close(out_TD, outs[rank])
+    close(scores_TK.grad, scores[rank].grad)
+    close(x_TD.grad, xs[rank].grad)
+
+
+def test_inputs_and_gradients_of_any_strides():
+    run_ranks(non_contiguous, RANKS)
+
+
+def bad_id_on_one(rank, group):
+    dispatcher = AllToAllTokenDispatcher(config(), group)
+    case = Case(dispatcher.cfg, SHAPES["ragged"])
+    for bad in (8, -2, 2**31 - 1):
+        if rank == 1:
+            ids_TK = case.ids[1].clone()
+            ids_TK[2, 1] = bad
+            with pytest.raises(ExpertIdError, match=rf"expected topk_ids_TK in \[-1, 8\), got {bad}$"):
+                dispatcher.dispatch(case.xs[1], case.scores[1], ids_TK)
+        # Nothing was sent: the others, already waiting in this dispatch, get what rank 1 sends now.
+        rows_RD, _, _ = dispatcher.dispatch(case.xs[rank], case.scores[rank], case.ids[rank])
+        assert torch.equal(rows_RD, reference.dispatch(case.xs, *case.routing)[0][rank])
+
+
+def test_an_id_out_of_range_is_refused_before_anything_is_sent():
+    run_ranks(bad_id_on_one, RANKS, timeout=30)
+
+
+def in_subgroups(rank, group):
+    pairs = [[0, 2], [3, 1]]
+    groups = [dist.new_group(pair) for pair in pairs]
+    pair = pairs[rank % 2]
+    subgroup = groups[rank % 2]
+    place = dist.get_group_rank(subgroup, rank)
+    case = Case(config(), (5, 2), seed=rank % 2)
+    _, _, outs, xs, _, _ = case.oracle()
+    with AllToAllTokenDispatcher(config(), subgroup) as dispatcher:
+        assert dispatcher.world_size == len(pair)
+        x_TD = case.xs[place].clone().requires_grad_()
+        out_TD = layer(dispatcher, x_TD, case.scores[place], case.ids[place], case.local_weight(place))
+        out_TD.backward(case.grads[place])
+        close(out_TD, outs[place])
+        close(x_TD.grad, xs[place].grad)
+
+
+def test_groups_that_are_not_the_world():
+    run_ranks(in_subgroups, RANKS)
+
+
+def default_group(rank, group):
+    dispatcher = AllToAllTokenDispatcher(config())
+    assert dispatcher.world_size == 2
+    assert dispatcher.device == torch.device("cpu")
+    with pytest.raises(ConfigError, match="got 9 experts for 2 ranks"):
+        AllToAllTokenDispatcher(config(num_experts=9))
+
+
+def test_no_group_is_the_world():
+    run_ranks(default_group, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_sum_in_low_precision_is_the_standard_one(dtype):
+    cfg = config(dtype=dtype, num_experts=6, top_k=4)
+    case = Case(cfg, (9,), "any")
+    y = torch.randn(
+        sum(int((ids >= 0).sum()) for ids in case.ids), 5, generator=torch.Generator().manual_seed(1)
+    )
+    y_RD, scores_TK = y.to(dtype), case.scores[0].to(torch.bfloat16)
+    dispatcher = AllToAllTokenDispatcher(cfg)
+    _, _, handle = dispatcher.dispatch(case.xs[0].to(dtype), scores_TK, case.ids[0])
+    expected = torch.zeros(9, 5, dtype=dtype)
+    routed = reference.route(*case.routing)[0]
+    for row, (token, k) in enumerate(zip(routed.token.tolist(), routed.k.tolist(), strict=True)):
+        # The product in fp32, rounded; the sum in the rows' dtype, rounded at each step.
+        expected[token] += (y_RD[row].float() * scores_TK[token, k].float()).to(dtype)
+    assert torch.equal(dispatcher.combine(y_RD, handle), expected)
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 4])
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_a_group_of_one_needs_no_process_group(num_tokens, pad_multiple):
+    assert not dist.is_initialized()
+    case = Case(config(pad_multiple=pad_multiple), (num_tokens,))
+    _, _, outs, xs, scores, weights = case.oracle()
+    x_TD, scores_TK = case.xs[0].clone().requires_grad_(), case.scores[0].clone().requires_grad_()
+    weight_LDD = case.local_weight(0)
+    with AllToAllTokenDispatcher(case.cfg) as dispatcher:
+        dispatcher.warmup()
+        out_TD = layer(dispatcher, x_TD, scores_TK, case.ids[0], weight_LDD)
+        out_TD.backward(case.grads[0])
+        for actual, expected in zip(
+            (out_TD, x_TD.grad, scores_TK.grad, weight_LDD.grad),
+            (outs[0], xs[0].grad, scores[0].grad, weights[0].grad),
+            strict=True,
+        ):
+            close(actual, expected)
+
+        def differentiable(x_TD, scores_TK):
+            rows_RD, _, handle = dispatcher.dispatch(x_TD, scores_TK, case.ids[0])
+            return dispatcher.combine(rows_RD.sin(), handle)
+
+        assert torch.autograd.gradcheck(differentiable, (x_TD, scores_TK))
+
+
+def test_results_do_not_alias_inputs_or_each_other():
+    cfg = config(top_k=1, num_experts=1)
+    dispatcher = AllToAllTokenDispatcher(cfg)
+    x_TD, scores_TK, ids_TK = torch.ones(2, 5, dtype=torch.float64), torch.ones(2, 1), torch.zeros(2, 1).int()
+    rows_RD, _, handle = dispatcher.dispatch(x_TD, scores_TK, ids_TK)
+    x_TD.zero_()
+    scores_TK.zero_()
+    ids_TK.fill_(-1)
+    out_TD = dispatcher.combine(rows_RD, handle)
+    with torch.no_grad():
+        rows_RD.zero_()
+    assert torch.equal(out_TD, torch.ones(2, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_requires_them(mode):
+    case = Case(config(), (6,))
+    with mode():
+        dispatcher = AllToAllTokenDispatcher(case.cfg)
+        dispatcher.warmup()
+        x_TD = case.xs[0].clone().requires_grad_()
+        rows_RD, counts_L, handle = dispatcher.dispatch(x_TD, case.scores[0], case.ids[0])
+        out_TD = dispatcher.combine(experts(rows_RD, counts_L, case.local_weight(0)), handle)
+    assert not rows_RD.requires_grad
+    assert not out_TD.requires_grad
+    close(out_TD, case.oracle()[2][0].detach())
+    # And the same dispatcher trains afterwards.
+    assert layer(dispatcher, case.xs[0], case.scores[0], case.ids[0], case.local_weight(0)).requires_grad
+
+
+def test_it_is_built_where_trainers_build_models():
+    with torch.device("meta"):
+        dispatcher = AllToAllTokenDispatcher(config(), device="cpu")
+        dispatcher.warmup()
+    assert dispatcher.device == torch.device("cpu")
+
+
+def test_autocast_changes_nothing():
+    case = Case(config(dtype=torch.float32), (6,))
+    dispatcher = AllToAllTokenDispatcher(case.cfg)
+    arguments = (case.xs[0].float(), case.scores[0], case.ids[0])
+    rows_RD, _, handle = dispatcher.dispatch(*arguments)
+    out_TD = dispatcher.combine(rows_RD, handle)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows_again, _, handle = dispatcher.dispatch(*arguments)
+        out_again = dispatcher.combine(rows_again, handle)
+    assert torch.equal(rows_again, rows_RD)
+    assert torch.equal(out_again, out_TD)
+    assert out_again.dtype == torch.float32
+
+
+def test_differentiating_twice_says_that_it_cannot():
+    case = Case(config(), (3,))
+    dispatcher = AllToAllTokenDispatcher(case.cfg)
+    x_TD = case.xs[0].clone().requires_grad_()
+    out_TD = layer(dispatcher, x_TD, case.scores[0], case.ids[0], case.local_weight(0))
+    (grad,) = torch.autograd.grad(out_TD.sum(), x_TD, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_use_after_close_and_a_second_join():
+    case = Case(config(), (3,))
+    with AllToAllTokenDispatcher(case.cfg) as dispatcher:
+        flight = dispatcher.dispatch_async(case.xs[0], case.scores[0], case.ids[0])
+        rows_RD, _, handle = flight.join()
+        with pytest.raises(JoinedTwiceError):
+            flight.join()
+        flight = dispatcher.combine_async(rows_RD, handle)
+    assert flight.join().shape == (3, 5)
+    with pytest.raises(JoinedTwiceError):
+        flight.join()
+    dispatcher.close()
+    for use in (
+        lambda: dispatcher.dispatch(case.xs[0], case.scores[0], case.ids[0]),
+        lambda: dispatcher.combine(rows_RD, handle),
+        dispatcher.warmup,
+        dispatcher.__enter__,
+    ):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_a_static_capacity_is_refused():
+    with pytest.raises(ConfigError, match='expected capacity="exact", .* got 64'):
+        AllToAllTokenDispatcher(config(capacity=64))
+
+
+GOOD = {
+    "x_TD": torch.zeros(4, 5, dtype=torch.float64),
+    "scores_TK": torch.zeros(4, 3),
+    "topk_ids_TK": torch.zeros(4, 3, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x_TD": torch.zeros(4, 6).double()}, r"x_TD of shape \(T, 5\), got \(4, 6\)"),
+        ({"x_TD": torch.zeros(20).double()}, r"x_TD of shape \(T, 5\), got \(20,\)"),
+        ({"x_TD": torch.zeros(17, 5).double()}, "at most max_tokens_per_rank = 16 tokens, got 17"),
+        ({"x_TD": torch.zeros(4, 5)}, "x_TD of dtype torch.float64, got torch.float32"),
+        ({"x_TD": torch.zeros(4, 5, device="meta").double()}, "x_TD on cpu, got meta"),
+        ({"x_TD": torch.zeros(3, 5).double()}, r"scores_TK of shape \(3, 3\), got \(4, 3\)"),
+        ({"scores_TK": torch.zeros(4, 2)}, r"scores_TK of shape \(4, 3\), got \(4, 2\)"),
+        ({"scores_TK": torch.zeros(4, 3).int()}, "scores_TK of a floating point dtype, got torch.int32"),
+        ({"scores_TK": torch.zeros(4, 3, device="meta")}, "scores_TK on cpu, got meta"),
+        ({"topk_ids_TK": torch.zeros(4, 4).int()}, r"topk_ids_TK of shape \(4, 3\), got \(4, 4\)"),
+        ({"topk_ids_TK": torch.zeros(4, 3)}, "topk_ids_TK of dtype int32 or int64, got torch.float32"),
+        ({"topk_ids_TK": torch.zeros(4, 3, device="meta").int()}, "topk_ids_TK on cpu, got meta"),
+        ({"num_local_tokens_per_expert_E": torch.zeros(7)}, r"expert_E of shape \(8,\), got \(7,\)"),
+    ],
+)
+def test_dispatch_says_what_it_expected(changes, message):
+    dispatcher = AllToAllTokenDispatcher(config())
+    dispatcher.dispatch(**GOOD)
+    with pytest.raises(InputError, match=f"expected .*{message}"):
+        dispatcher.dispatch(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize(
+    ("y_RD", "message"),
+    [
+        (torch.zeros(11, 5).double(), r"y_RD of shape \(12, 5\), got \(11, 5\)"),
+        (torch.zeros(12, 4).double(), r"y_RD of shape \(12, 5\), got \(12, 4\)"),
+        (torch.zeros(12, 5), "y_RD of dtype torch.float64, got torch.float32"),
+        (torch.zeros(12, 5, device="meta").double(), "y_RD on cpu, got meta"),
+    ],
+)
+def test_combine_says_what_it_expected(y_RD, message):
+    dispatcher = AllToAllTokenDispatcher(config())
+    _, _, handle = dispatcher.dispatch(**GOOD)
+    with pytest.raises(InputError, match=f"expected {message}"):
+        dispatcher.combine(y_RD, handle)
+    with pytest.raises(InputError, match="expected the handle that dispatch gave, got int"):
+        dispatcher.combine(torch.zeros(12, 5).double(), 3)
