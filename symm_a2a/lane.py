@@ -206,18 +206,36 @@ class Lane:
             missing = np.flatnonzero(words >> EPOCH_SHIFT < epoch)
             if not missing.size:
                 return
-            gone = [peer for peer in missing if self._abort[peer]] or (
-                [peer for peer in self.memory.lost_peers() if peer in missing]
-            )
-            # A peer may have raised its flag and ended since `missing` was read.
-            if gone and np.any(words[gone] >> EPOCH_SHIFT < epoch):
-                how = "gave up" if self._abort[gone[0]] else "ended"
-                raise self.fail(PeerLostError(self._story(gone, kind, wait, epoch, f"{how} before it took part")))
-            if time.monotonic() > deadline:
-                late = f"did not take part within {self.timeout:g} s"
-                raise self.fail(PeerTimeoutError(self._story(missing, kind, wait, epoch, late)))
+            astray = self._astray(kind, wait)
+            gave_up = np.flatnonzero(self._abort)
+            ended = self.memory.lost_peers()
+            late = time.monotonic() > deadline
+            # Read again: a peer may have raised its flag, and gone on or ended, since.
+            missing = [int(peer) for peer in missing if words[peer] >> EPOCH_SHIFT < epoch]
+            for peer in missing:
+                if peer in astray:
+                    raise self.fail(self._mismatch(kind, epoch, peer, astray[peer]))
+            for peers, how in ((gave_up, "gave up before it took part"), (ended, "ended before it took part")):
+                gone = [peer for peer in missing if peer in peers]
+                if gone:
+                    raise self.fail(PeerLostError(self._story(gone, kind, wait, epoch, how)))
+            if missing and late:
+                how = f"did not take part within {self.timeout:g} s"
+                raise self.fail(PeerTimeoutError(self._story(missing, kind, wait, epoch, how)))
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
+
+    def _astray(self, kind: Kind, wait: Wait) -> dict[int, int]:
+        """Return the ready words of peers that run an exchange in the other direction instead.
+
+        In one lane a peer launches there only after it has taken part here.
+        """
+        if wait == Wait.CREDIT:
+            return {}
+        other = "gather" if kind.scatters else "scatter"
+        launched = self._state[Cell.GATHER_LAUNCHED if kind.scatters else Cell.SCATTER_LAUNCHED]
+        words = self._flags[f"{other}_ready"]
+        return {int(peer): int(words[peer]) for peer in np.flatnonzero(words >> EPOCH_SHIFT > launched)}
 
     def _story(self, peers: Iterable[int], kind: Kind, wait: Wait, epoch: int, what: str) -> str:
         names = ", ".join(str(int(peer)) for peer in peers)
@@ -245,13 +263,16 @@ class Lane:
             return ExchangeError(self._story(late, kind, wait, epoch, "has not launched it yet"))
         labels = (words >> LABEL_SHIFT) & LABEL_MASK
         peer = int(np.flatnonzero((labels != label) | (words >> EPOCH_SHIFT != epoch))[0])
-        theirs, their_dispatch = Kind(int(labels[peer]) & 3), int(labels[peer]) >> 2
+        return self._mismatch(kind, epoch, peer, int(words[peer]))
+
+    def _mismatch(self, kind: Kind, epoch: int, peer: int, word: int) -> ExchangeMismatchError:
+        label = (word >> LABEL_SHIFT) & LABEL_MASK
+        theirs, dispatch = Kind(label & 3), label >> 2
         return ExchangeMismatchError(
-            f"expected every rank to run {kind.title} of dispatch {label >> 2} (modulo 16) at lane {self.index}, "
-            f"epoch {epoch}; got {theirs.title} of dispatch {their_dispatch} from peer {peer} where rank "
-            f"{self.memory.rank} runs {kind.title}. Every rank must run every exchange in the same order, in the "
-            "backward too: a rank that skips its backward, runs in no_grad alone, or whose loss ignores the output "
-            "(add 0 * out.sum()) breaks that order"
+            f"expected every rank to run {kind.title} in lane {self.index}, epoch {epoch}, got {theirs.title} (of "
+            f"dispatch {dispatch}, modulo 16) from peer {peer} while rank {self.memory.rank} runs {kind.title}. "
+            "Every rank must run every exchange in the same order, in the backward too: a rank that skips its "
+            "backward, runs in no_grad alone, or whose loss ignores its output (add 0 * out.sum()) breaks that order"
         )
 
 

@@ -9,9 +9,9 @@
 
 Ranks are forked from a server that has imported torch and this package already (multiprocessing's
 forkserver), so that four start in a fraction of a second; only the first call of a process waits for
-those imports. What a rank gives or gets passes through a pipe as pickled bytes, never through shared
-memory, and the rendezvous is a store inside the caller, on a loopback port that the system picks:
-whoever dies, nothing stays behind.
+those imports. Ranks with a GPU start as new interpreters. What a rank gives or gets passes through a
+pipe as pickled bytes, never through shared memory, and the rendezvous is a store inside the caller, on
+a loopback port that the system picks: whoever dies, nothing stays behind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from symm_a2a.errors import EnvironmentUnsupportedError, InputError, SymmA2AError
 
@@ -47,10 +46,11 @@ GRACE = 2.0
 TEARDOWN = 15.0
 """Seconds that ranks get to leave their process group, once all have returned."""
 
-_DEATH_NOTICED_LATE = 0.5
+_DEATH_NOTICED_LATE = 1.0
 """Seconds: a rank's death closes its sockets first, and its peers' errors can arrive before it does."""
 
-_PRELOAD = ("torch", "torch.distributed", "numpy", "symm_a2a", "symm_a2a.testing")
+# torch imports the last where it is first needed, which takes longer than all the rest of a small run.
+_PRELOAD = ("torch", "torch.distributed", "numpy", "symm_a2a", "symm_a2a.testing", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ def run_ranks(
     except Exception as error:
         raise InputError(f"expected a function and arguments that pickle, got {fn!r}: {error}") from error
 
-    context = _context()
+    context = _context(device)
     # On a port of the system's choice; it closes with the caller, however that ends.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     setup = _Setup(world_size, device, store.port, timeout, dict(os.environ))
     ranks = [_Rank(context, number, setup, call) for number in range(world_size)]
     try:
@@ -153,10 +153,9 @@ class _Setup:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank says of itself, twice: of its function, and of leaving its group.
+    """What a rank says twice, of its function and of leaving its group: a pickled result, or a text.
 
-    `when` is the system's monotonic clock, which the processes share; `payload` is a pickled result,
-    or if `failure`, a text.
+    `when` is the system's monotonic clock, which the processes share.
     """
 
     when: float
@@ -295,10 +294,11 @@ def _collect(ranks: list[_Rank], deadline: float, overdue: str) -> None:
         )
 
 
-def _context() -> Any:
+def _context(device: str) -> Any:
     """Return the multiprocessing context to start ranks with."""
-    if _import_time_settings() != _server_settings():
-        # Modules that the server has imported have made up their minds; a new interpreter has not.
+    # A process that has so much as asked whether there is a GPU, as imports do, has no children that can
+    # use one. And what the server's modules read at their import is settled.
+    if device == "cuda" or _import_time_settings() != _server_settings():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # Ranks import the caller's main module again, which is pytest's own under `python -m pytest`.
@@ -366,7 +366,7 @@ def _join_group(number: int, setup: _Setup) -> dist.ProcessGroup:
     """Return the group of all ranks, over the store that the caller keeps."""
     # Longer than the caller waits, which says more about who hangs, and where.
     patience = timedelta(seconds=setup.timeout + 30)
-    store = TCPStore("127.0.0.1", setup.port, is_master=False, timeout=patience)
+    store = dist.TCPStore("127.0.0.1", setup.port, is_master=False, timeout=patience)
     if setup.device == "cuda":
         if torch.cuda.device_count() < setup.world_size:
             raise EnvironmentUnsupportedError(
@@ -388,9 +388,8 @@ def _join_group(number: int, setup: _Setup) -> dist.ProcessGroup:
         dist.init_process_group(
             "gloo", store=store, rank=number, world_size=setup.world_size, timeout=patience
         )
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _end_with_caller() -> None:

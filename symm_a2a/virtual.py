@@ -11,6 +11,7 @@ from symm_a2a.arena import Arena
 from symm_a2a.config import EPConfig
 from symm_a2a.dispatcher import Handle, SymmTokenDispatcher
 from symm_a2a.memory import VirtualMemory, default_device
+from symm_a2a.ops.tie import tie
 
 
 class VirtualWorld:
@@ -18,7 +19,8 @@ class VirtualWorld:
 
     The kernels, the layout and the protocol are those of a real group; only nothing waits:
     every rank launches, then every rank joins. Gradients flow between the ranks' tensors, so
-    a loss may use any of them. A backward must reach every rank's outputs.
+    a loss may use any of them and gradients may be asked for any: what is exchanged backward is
+    exchanged on every rank, with zeros where nothing came.
 
     Args:
         cfg: as for a dispatcher.
@@ -39,20 +41,22 @@ class VirtualWorld:
         self, xs: Sequence[Tensor], scores: Sequence[Tensor], ids: Sequence[Tensor], *, lane: int = 0
     ) -> tuple[list[Tensor], list[Tensor], list[Handle]]:
         """Dispatch on every rank; see `SymmTokenDispatcher.dispatch`."""
+        tied = tie([*xs, *scores])
+        xs, scores = tied[: len(xs)], tied[len(xs) :]
         pending = [
             dispatcher.dispatch_async(x, s, i, lane=lane)
             for dispatcher, x, s, i in zip(self.dispatchers, xs, scores, ids, strict=True)
         ]
         rows, counts, handles = zip(*[p.join() for p in pending], strict=True)
-        return list(rows), list(counts), list(handles)
+        return tie(list(rows)), list(counts), list(handles)
 
     def combine(self, ys: Sequence[Tensor], handles: Sequence[Handle]) -> list[Tensor]:
         """Combine on every rank; see `SymmTokenDispatcher.combine`."""
         pending = [
             dispatcher.combine_async(y, handle)
-            for dispatcher, y, handle in zip(self.dispatchers, ys, handles, strict=True)
+            for dispatcher, y, handle in zip(self.dispatchers, tie(list(ys)), handles, strict=True)
         ]
-        return [p.join() for p in pending]
+        return tie([p.join() for p in pending])
 
     def close(self) -> None:
         """Drop all memory; a second call does nothing."""

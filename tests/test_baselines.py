@@ -201,6 +201,21 @@ def test_experts_that_ignore_their_rows_on_one_rank_only():
     run_ranks(cut_on_one, RANKS, timeout=30)
 
 
+def combine_alone(rank, group):
+    dispatcher = AllToAllTokenDispatcher(config(top_k=1), group)
+    ids_TK = torch.arange(RANKS)[:, None] * 2
+    with torch.no_grad():
+        x_TD = coded(rank, RANKS, 5, torch.float64)
+        rows_RD, _, handle = dispatcher.dispatch(x_TD, torch.ones(RANKS, 1), ids_TK)
+    y_RD = rows_RD.clone().requires_grad_(rank == 1)
+    dispatcher.combine(y_RD, handle).sum().backward()
+    assert rank != 1 or torch.equal(y_RD.grad, torch.ones_like(y_RD))
+
+
+def test_a_combine_with_gradients_of_a_dispatch_without():
+    run_ranks(combine_alone, RANKS, timeout=30)
+
+
 def several_in_flight(rank, group):
     dispatcher = AllToAllTokenDispatcher(config(pad_multiple=2), group)
     cases = [
@@ -311,22 +326,28 @@ def test_no_group_is_the_world():
     run_ranks(default_group, 2)
 
 
+@pytest.mark.parametrize("top_k", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_sum_in_low_precision_is_the_standard_one(dtype):
-    cfg = config(dtype=dtype, num_experts=6, top_k=4)
-    case = Case(cfg, (9,), "any")
-    y = torch.randn(
-        sum(int((ids >= 0).sum()) for ids in case.ids), 5, generator=torch.Generator().manual_seed(1)
-    )
-    y_RD, scores_TK = y.to(dtype), case.scores[0].to(torch.bfloat16)
+def test_sums_in_low_precision_keep_the_standard_paths_error(dtype, top_k):
+    cfg = config(dtype=dtype, num_experts=6, top_k=top_k)
+    case = Case(cfg, (16,))
+    scores_TK = case.scores[0].float()
+    num_rows = int((case.ids[0] >= 0).sum())
+    y_RD = torch.randn(num_rows, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     dispatcher = AllToAllTokenDispatcher(cfg)
     _, _, handle = dispatcher.dispatch(case.xs[0].to(dtype), scores_TK, case.ids[0])
-    expected = torch.zeros(9, 5, dtype=dtype)
-    routed = reference.route(*case.routing)[0]
-    for row, (token, k) in enumerate(zip(routed.token.tolist(), routed.k.tolist(), strict=True)):
-        # The product in fp32, rounded; the sum in the rows' dtype, rounded at each step.
-        expected[token] += (y_RD[row].float() * scores_TK[token, k].float()).to(dtype)
-    assert torch.equal(dispatcher.combine(y_RD, handle), expected)
+    out_TD = dispatcher.combine(y_RD, handle)
+    assert out_TD.dtype == dtype
+    if top_k == 1:
+        # One product in fp32, rounded once: every bit is known.
+        (expected,) = reference.combine([y_RD], [scores_TK], *case.routing, accumulate=torch.float32)
+        assert torch.equal(out_TD, expected.to(dtype))
+    else:
+        (exact,) = reference.combine([y_RD], [scores_TK], *case.routing)
+        (magnitude,) = reference.combine([y_RD.abs()], [scores_TK], *case.routing)
+        # Half an ulp for each product and each of the K sums, fp32's own besides.
+        steps = (top_k + 1) * (torch.finfo(dtype).eps + torch.finfo(torch.float32).eps) / 2
+        assert ((out_TD - exact).abs() <= steps * magnitude).all()
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 4])
@@ -382,7 +403,9 @@ def test_without_gradients_nothing_requires_them(mode):
     assert not out_TD.requires_grad
     close(out_TD, case.oracle()[2][0].detach())
     # And the same dispatcher trains afterwards.
-    assert layer(dispatcher, case.xs[0], case.scores[0], case.ids[0], case.local_weight(0)).requires_grad
+    x_TD = case.xs[0].clone().requires_grad_()
+    layer(dispatcher, x_TD, case.scores[0], case.ids[0], case.local_weight(0)).backward(case.grads[0])
+    close(x_TD.grad, case.oracle()[3][0].grad)
 
 
 def test_it_is_built_where_trainers_build_models():
@@ -439,7 +462,7 @@ def test_use_after_close_and_a_second_join():
 
 
 def test_a_static_capacity_is_refused():
-    with pytest.raises(ConfigError, match='expected capacity="exact", .* got 64'):
+    with pytest.raises(ConfigError, match=r'expected capacity="exact", .* got 64'):
         AllToAllTokenDispatcher(config(capacity=64))
 
 

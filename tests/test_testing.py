@@ -26,7 +26,7 @@ def alive(pid):
     return False
 
 
-def wait_until(condition, seconds=20.0):
+def wait_until(condition, seconds=60.0):
     """Wait for a condition, and return whether it came true."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -60,9 +60,13 @@ def test_results_come_in_rank_order_from_a_group_of_processes():
 
 def test_four_ranks_start_fast():
     run_ranks(sum_of_ranks, 1, 1)
-    start = time.monotonic()
-    run_ranks(sum_of_ranks, 4, 1)
-    assert time.monotonic() - start < 2.0
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        run_ranks(sum_of_ranks, 4, 1)
+        times.append(time.monotonic() - start)
+    # About 0.15 s; 3 s and more where each rank imports torch.
+    assert min(times) < 1.0, times
 
 
 def tensors(rank, group, x, view):
@@ -80,23 +84,28 @@ def test_tensors_travel_by_value_and_environment_variables_come_along(monkeypatc
         assert torch.equal(view, torch.arange(150_000.0, 300_000.0))
         assert variable == "seen"
         assert shared == before
+        assert not y.is_shared()
     assert torch.equal(x, torch.arange(300_000.0))
     assert sorted(os.listdir("/dev/shm")) == before
 
 
-def interpreted(rank, group):
-    return os.environ.get("TRITON_INTERPRET"), "pytest" in sys.modules
+def environment_at_start(rank, group):
+    variables = Path("/proc/self/environ").read_text().split("\0")
+    return [text for text in variables if text.startswith("TRITON_INTERPRET=")], "symm_a2a" in sys.modules
 
 
 def test_what_modules_read_at_import_is_what_the_caller_set_last(monkeypatch):
-    run_ranks(interpreted, 1)
-    monkeypatch.setenv("TRITON_INTERPRET", "changed")
-    assert run_ranks(interpreted, 1)[0][0] == "changed"
+    run_ranks(environment_at_start, 1)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    ((variables, imported),) = run_ranks(environment_at_start, 1)
+    assert variables == ["TRITON_INTERPRET=0"]
+    assert imported
 
 
 def fail_on_one(rank, group, folder):
     note_pid(folder, rank)
     if rank == 1:
+        assert wait_until(lambda: len(noted_pids(folder)) == 3)
         raise ValueError("rank one's own words")
     if rank == 2:
         time.sleep(FOREVER)
@@ -107,7 +116,7 @@ def test_a_failure_is_told_with_its_traceback_and_the_others_follow(tmp_path):
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(fail_on_one, 3, tmp_path)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     failures = {failure.rank: failure.text for failure in caught.value.failures}
     assert caught.value.failures[0].rank == 1
     assert "ValueError: rank one's own words" in failures[1]
@@ -129,10 +138,10 @@ def hang_on_one(rank, group, folder):
 
 def test_a_timeout_says_which_ranks_and_where_they_were(tmp_path):
     with pytest.raises(RankError) as caught:
-        run_ranks(hang_on_one, 2, tmp_path, timeout=1.0)
+        run_ranks(hang_on_one, 2, tmp_path, timeout=3.0)
     (failure,) = caught.value.failures
     assert failure.rank == 1
-    assert "had not finished after 1 s" in failure.text
+    assert "had not finished after 3 s" in failure.text
     assert "in hang_on_one" in failure.text
     assert "_end_with_caller" not in failure.text
     assert len(noted_pids(tmp_path)) == 2
@@ -173,7 +182,7 @@ def stop_one(rank, group):
 
 def test_a_stopped_rank_cannot_say_where_it_is_and_is_killed():
     with pytest.raises(RankError, match="no stack to show"):
-        run_ranks(stop_one, 1, timeout=1.0)
+        run_ranks(stop_one, 1, timeout=2.0)
 
 
 class UnspeakableError(Exception):
@@ -240,19 +249,15 @@ def test_a_rank_error_survives_pickling():
     assert again.failures == caught.value.failures
 
 
-def leave_early(rank, group):
-    # Rank 1 still needs the connection to rank 0 when rank 0's function is long done.
-    if rank == 0:
-        dist.send(torch.ones(1), 1, group=group)
-    else:
-        time.sleep(0.3)
-        received = torch.zeros(1)
-        dist.recv(received, 0, group=group)
-        return received.item()
+def leave_early(rank, group, folder):
+    note_pid(folder, rank)
+    if rank == 1:
+        assert wait_until(lambda: len(noted_pids(folder)) == 2)
+        return wait_until(lambda: not alive(noted_pids(folder)[0]), seconds=0.5)
 
 
-def test_a_rank_that_is_done_keeps_its_connections_until_all_are():
-    assert run_ranks(leave_early, 2) == [None, 1.0]
+def test_a_rank_that_is_done_stays_until_all_are(tmp_path):
+    assert run_ranks(leave_early, 2, tmp_path) == [None, False]
 
 
 def note_and_hang(rank, group, folder):
@@ -283,7 +288,7 @@ def test_an_interrupted_or_killed_caller_leaves_no_rank(tmp_path, how):
         assert len(pids) == 2
         assert all(alive(pid) for pid in pids)
         caller.send_signal(how)
-        errors = caller.communicate(timeout=20)[1]
+        errors = caller.communicate(timeout=60)[1]
     finally:
         caller.kill()
         caller.wait()

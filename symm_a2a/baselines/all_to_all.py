@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -206,8 +206,9 @@ class AllToAllTokenDispatcher:
     ) -> torch.Tensor:
         """Send the experts' rows back; add up each token's, weighted by its scores.
 
-        A row times its score is taken in fp32 (fp64 for fp64 rows) and rounded to `cfg.dtype`, which
-        the sum over a token's slots is taken in: as trainers do.
+        A row times its score is taken in fp32 (fp64 for fp64 rows) and rounded to `cfg.dtype`. The sum
+        over a token's slots is `index_add`'s in that dtype, as in trainers: on CUDA rounded at every
+        step, in any order; on the CPU rounded once.
 
         Args:
             y_RD: `(R, D)` of `cfg.dtype`, any strides, a row for each that `dispatch` gave.
@@ -278,7 +279,7 @@ class AllToAllTokenDispatcher:
         """Refuse further use; the group stays the caller's. Closing twice is allowed."""
         self._closed = True
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> AllToAllTokenDispatcher:
         """Return the dispatcher; it is closed at the end of the block."""
         self._check_open()
         return self

@@ -1,4 +1,4 @@
-"""Addresses of peer memory, and of work within a rank's received copies."""
+"""Addresses of peer memory, and of work within the sections of a rank."""
 
 import triton
 import triton.language as tl
@@ -24,13 +24,14 @@ def peer_region(peers_ptr, peer, OFFSET: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def section_block(index, blocks, W_PAD: tl.constexpr):
-    """Split a running block index over sections that hold `blocks[w]` blocks each.
+def section_of(index, rank, W: tl.constexpr):
+    """Split a running index into a section and a block within it, all sections in turn.
 
-    Returns the section, and the block within it.
+    Sections start from `rank` and turn by one with every block, so that programs next to each
+    other are at different peers, and one program is not always at the same.
 
-    Example: `blocks = [2, 0, 3]`: index 1 is (0, 1), index 2 is (2, 0), index 4 is (2, 2).
+    Example: `W = 4`, rank 1: indices 0 to 5 are sections 1, 2, 3, 0 of block 0, then sections
+    2 and 3 of block 1.
     """
-    w = tl.arange(0, W_PAD)
-    section = tl.sum((tl.cumsum(blocks, 0) <= index).to(tl.int32), 0)
-    return section, index - tl.sum(tl.where(w < section, blocks, 0), 0)
+    block = index // W
+    return (rank + block + index % W) % W, block

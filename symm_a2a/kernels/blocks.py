@@ -65,7 +65,7 @@ def blocks_for(channel: Channel) -> Blocks:
         rows = max(1, min(256, padded(layout.max_tokens), _TILE // (columns * max(peers, k_pad))))
         tokens = max(1, min(256, padded(layout.max_tokens), _TILE // (64 * k_pad)))
         return Blocks(
-            tokens=tokens, strip=min(64, tokens * k_pad), sums=16, copies=max(32, rows), rows=rows,
+            tokens=tokens, strip=min(tokens * k_pad, _TILE // (tokens * k_pad)), sums=16, copies=max(32, rows), rows=rows,
             columns=columns, peers=peers, slots=slots, vector=16 // itemsize, warps=4,
         )  # fmt: skip
     tokens = max(1, 128 // k_pad)

@@ -8,8 +8,9 @@ from symm_a2a.kernels.blocks import blocks_for, padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
 from symm_a2a.kernels.flags import (
     WAIT_CREDIT,
-    epoch_words,
+    flag_words,
     healthy,
+    label_of,
     last_program,
     publish,
     reached,
@@ -31,7 +32,7 @@ def _count_kernel(
     COUNTS: tl.constexpr, COUNTS_READY: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     W: tl.constexpr, W_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program counts one block of tokens; the last one sums, and sends the sums.
 
@@ -60,15 +61,15 @@ def _count_kernel(
     counts = tl.histogram(flat, E_PAD, mask=tl.reshape(valid, [BLOCK_T * K_PAD]))
     tl.store(expert_sums_ptr + block * E + e, counts, mask=e < E)
     owner = tl.where(valid, expert // L, -1)
-    copies = tl.zeros((W_PAD,), tl.int32)
-    for q in tl.range(0, W):
-        copies = tl.where(w == q, tl.sum(tl.max((owner == q).to(tl.int32), 1), 0), copies)
-    tl.store(peer_sums_ptr + block * W + w, copies, mask=w < W)
+    for first in tl.range(0, W, BLOCK_W):
+        q = first + tl.arange(0, BLOCK_W)
+        sent = tl.max((owner[:, None, :] == q[None, :, None]).to(tl.int32), 2)
+        tl.store(peer_sums_ptr + block * W + q, tl.sum(sent, 0), mask=q < W)
 
     if last_program(state_ptr + _DONE):
         blocks = tl.num_programs(0)
-        all_counts = tl.zeros((E_PAD,), tl.int32)
-        all_copies = tl.zeros((W_PAD,), tl.int32)
+        all_counts = tl.full((E_PAD,), 0, tl.int32)
+        all_copies = tl.full((W_PAD,), 0, tl.int32)
         for first in tl.range(0, blocks, BLOCK_S):
             b = first + tl.arange(0, BLOCK_S)
             all_counts += tl.sum(
@@ -96,7 +97,8 @@ def _count_kernel(
                 tl.broadcast_to(all_counts[None, :], (W_PAD, E_PAD)),
                 mask=(w < W)[:, None] & (e < E)[None, :],
             )
-            publish(peers_ptr, COUNTS_READY, rank, epoch_words(epoch, W_PAD), W, W_PAD)
+            words = flag_words(epoch, label_of(epoch, _KIND), W_PAD)
+            publish(peers_ptr, COUNTS_READY, rank, words, W, W_PAD)
             tl.store(state_ptr + _COUNTED, epoch)
         else:
             report(state_ptr, status_ptr, free, epoch - 1, 0, _KIND, WAIT_CREDIT, W, W_PAD)
@@ -133,6 +135,6 @@ def count(
         K=layout.top_k, K_PAD=padded(layout.top_k),
         E=layout.num_experts, E_PAD=max(2, padded(layout.num_experts)),
         W=layout.world_size, W_PAD=padded(layout.world_size),
-        BLOCK_T=blocks.tokens, BLOCK_S=blocks.sums, num_warps=blocks.warps,
+        BLOCK_T=blocks.tokens, BLOCK_W=blocks.peers, BLOCK_S=blocks.sums, num_warps=blocks.warps,
     )  # fmt: skip
     return expert_sums, peer_sums

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import section_block
+from symm_a2a.kernels.addresses import section_of
 from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
 from symm_a2a.kernels.flags import (
@@ -12,7 +12,7 @@ from symm_a2a.kernels.flags import (
     acquire,
     agreed,
     copies_in,
-    epoch_words,
+    flag_words,
     healthy,
     label_of,
     last_program,
@@ -29,13 +29,14 @@ _KIND = tl.constexpr(int(Kind.DISPATCH))
 
 @triton.jit
 def _read_headers(
-    headers_ptr, row_of_copy_ptr, score_of_copy_ptr, row_starts, source, first, received, capacity, C,
+    headers_ptr, row_of_copy_ptr, score_of_copy_ptr, row_starts, source, first, count, capacity, C,
     K: tl.constexpr, K_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Turn a block of headers into rows and scores, kept for the combine and the backward.
 
     A header's word is `position * L + local expert`, or -1 for a slot that another rank has;
-    the row is the position plus where the rows of (origin, expert) start.
+    the row is the position plus where the rows of (origin, expert) start. Copies past `count`
+    did not come: they have no rows, and scores of zero.
     """
     j = first + tl.arange(0, BLOCK_C)
     k = tl.arange(0, K_PAD)
@@ -43,15 +44,15 @@ def _read_headers(
     copy = source * C + j
     header = tl.load(
         headers_ptr + copy[:, None].to(tl.int64) * (2 * K) + half[None, :],
-        mask=(j < received)[:, None] & (half < 2 * K)[None, :], other=-1,
+        mask=(j < count)[:, None] & (half < 2 * K)[None, :], other=0,
     )  # fmt: skip
     word, score_bits = tl.split(tl.reshape(header, [BLOCK_C, K_PAD, 2]))
     word = word.to(tl.int32)
     slot = tl.maximum(word, 0)
     start = tl.gather(row_starts, tl.reshape(source * L_PAD + slot % L, [BLOCK_C * K_PAD]), 0)
     row = tl.reshape(start, [BLOCK_C, K_PAD]) + slot // L
-    row = tl.where((word >= 0) & (row < capacity), row, -1)
-    mask = (j < received)[:, None] & (k < K)[None, :]
+    row = tl.where((word >= 0) & (row < capacity) & (j < count)[:, None], row, -1)
+    mask = (j < C)[:, None] & (k < K)[None, :]
     tl.store(row_of_copy_ptr + copy[:, None] * K + k[None, :], row, mask=mask)
     scores = score_bits.to(score_of_copy_ptr.dtype.element_ty, bitcast=True)
     tl.store(score_of_copy_ptr + copy[:, None] * K + k[None, :], scores, mask=mask)
@@ -106,9 +107,8 @@ def _expand_kernel(
             dropped = tl.sum(tl.maximum(expert_rows - tl.maximum(capacity - start, 0), 0), 0)
             if dropped > 0:
                 tl.atomic_add(status_ptr + _OVERFLOW, dropped.to(tl.int64), sem="relaxed", scope="sys")
-        blocks = (received + BLOCK_C - 1) // BLOCK_C
-        for index in tl.range(program, tl.sum(blocks, 0), programs):
-            source, block = section_block(index, blocks, W_PAD)
+        for index in tl.range(program, (C + BLOCK_C - 1) // BLOCK_C * W, programs):
+            source, block = section_of(index, rank, W)
             first = block * BLOCK_C
             count = tl.sum(tl.where(w == source, received, 0), 0)
             _read_headers(
@@ -139,7 +139,7 @@ def _expand_kernel(
     if last_program(state_ptr + _DONE):
         if healthy(state_ptr):
             tl.store(state_ptr + _JOINED, epoch)
-            publish(peers_ptr, FREE, rank, epoch_words(epoch, W_PAD), W, W_PAD)
+            publish(peers_ptr, FREE, rank, flag_words(epoch, 0, W_PAD), W, W_PAD)
 
 
 def expand(
@@ -164,8 +164,8 @@ def expand(
         channel: the lane.
         rows_RD: written whole; rows past its end are dropped and counted.
         tokens_per_expert_L: int32, written: padded counts that stay within `rows_RD`.
-        row_of_copy: int32 `(W, C, K)`, written for each received copy: its rows, or -1.
-        score_of_copy: `(W, C, K)` of the score dtype, written likewise.
+        row_of_copy: int32 `(W, C, K)`, written whole: each received copy's rows, or -1.
+        score_of_copy: `(W, C, K)` of the score dtype, written whole: their scores, or 0.
         tally: int32 `(2 W + L + 1,)`; from `W` on written: copies received from each peer,
             rows of each local expert before padding and drops, the dispatch's epoch.
         token: float32 `(1,)`, set to zero.

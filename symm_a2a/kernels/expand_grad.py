@@ -4,14 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import section_block
+from symm_a2a.kernels.addresses import section_of
 from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import (
     WAIT_COPIES,
     acquire,
     agreed,
-    epoch_words,
+    flag_words,
     healthy,
     label_of,
     last_program,
@@ -19,10 +19,31 @@ from symm_a2a.kernels.flags import (
     report,
 )
 from symm_a2a.kernels.gaps import zero_gaps
+from symm_a2a.kernels.rounding import narrow, widen
 
 _DONE = tl.constexpr(int(Cell.DONE_EXPAND_GRAD))
 _JOINED = tl.constexpr(int(Cell.SCATTER_JOINED))
 _KIND = tl.constexpr(int(Kind.COMBINE_BACKWARD))
+
+
+@triton.jit
+def _zero_absent(
+    grad_score_ptr, tally_ptr, rank, C,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, W: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Zero the score gradients of copies that did not come: sums over handles read them all."""
+    for index in tl.range(tl.program_id(0), (C + BLOCK_C - 1) // BLOCK_C * W, tl.num_programs(0)):
+        source, block = section_of(index, rank, W)
+        count = tl.load(tally_ptr + W + source)
+        if block * BLOCK_C + BLOCK_C > count:
+            j = block * BLOCK_C + tl.arange(0, BLOCK_C)
+            for first in tl.range(0, K, BLOCK_K):
+                k = first + tl.arange(0, BLOCK_K)
+                tl.store(
+                    grad_score_ptr + (source * C + j)[:, None] * K + k[None, :],
+                    tl.full((BLOCK_C, BLOCK_K), 0, grad_score_ptr.dtype.element_ty),
+                    mask=((j >= count) & (j < C))[:, None] & (k < K)[None, :],
+                )
 
 
 @triton.jit(do_not_specialize=["rank", "C", "capacity"])
@@ -31,7 +52,7 @@ def _expand_grad_kernel(
     payload_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr, rank, C, capacity,
     FREE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, L_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """For each copy's row `g` and each of its slots: `grad_y = score * g`, `grad_score = <y, g>`.
 
@@ -52,10 +73,9 @@ def _expand_grad_kernel(
         report(state_ptr, status_ptr, words, epoch, label, _KIND, WAIT_COPIES, W, W_PAD)
     if here & healthy(state_ptr):
         received = tl.load(tally_ptr + W + w, mask=w < W, other=0)
-        blocks = (received + BLOCK_R - 1) // BLOCK_R
-        for index in tl.range(program, tl.sum(blocks, 0), programs):
-            source, block = section_block(index, blocks, W_PAD)
-            count = tl.sum(tl.where(w == source, received, 0), 0)
+        for index in tl.range(program, (tl.max(received, 0) + BLOCK_R - 1) // BLOCK_R * W, programs):
+            source, block = section_of(index, rank, W)
+            count = tl.load(tally_ptr + W + source)
             j = block * BLOCK_R + tl.arange(0, BLOCK_R)
             copy = source * C + j
             for first in tl.range(0, K, BLOCK_K):
@@ -63,24 +83,25 @@ def _expand_grad_kernel(
                 mask = (j < count)[:, None] & (k < K)[None, :]
                 row = tl.load(row_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=-1)
                 score = tl.load(score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0)
-                products = tl.zeros((BLOCK_R, BLOCK_K, BLOCK_N // VECTOR), score_dtype)
+                products = tl.full((BLOCK_R, BLOCK_K, BLOCK_N // VECTOR), 0, score_dtype)
                 for c in tl.range(0, D, BLOCK_N):
                     column = c + tl.arange(0, BLOCK_N)
                     g = tl.load(
                         payload_ptr + copy[:, None].to(tl.int64) * P + column[None, :],
                         mask=(j < count)[:, None] & (column < D)[None, :], other=0.0,
                     )  # fmt: skip
-                    g = g.to(score_dtype)[:, None, :]
+                    g = widen(g, score_dtype)[:, None, :]
                     place = row[:, :, None].to(tl.int64) * D + column[None, None, :]
                     there = (row >= 0)[:, :, None] & (column < D)[None, None, :]
-                    y = tl.load(y_ptr + place, mask=there, other=0.0).to(score_dtype)
-                    tl.store(grad_y_ptr + place, (g * score[:, :, None]).to(y_ptr.dtype.element_ty), mask=there)
+                    y = widen(tl.load(y_ptr + place, mask=there, other=0.0), score_dtype)
+                    tl.store(grad_y_ptr + place, narrow(g * score[:, :, None], y_ptr.dtype.element_ty), mask=there)
                     # A slot without a row has y = 0 here; 0 * g is not 0 where g is Inf or NaN.
                     product = tl.where(there, y * g, 0.0)
                     products += tl.sum(
                         tl.reshape(product, [BLOCK_R, BLOCK_K, BLOCK_N // VECTOR, VECTOR]), 3
                     )
                 tl.store(grad_score_ptr + copy[:, None] * K + k[None, :], tl.sum(products, 2), mask=mask)
+        _zero_absent(grad_score_ptr, tally_ptr, rank, C, K, BLOCK_K, W, BLOCK_C)
         e = tl.arange(0, L_PAD)
         expert_rows = tl.load(tally_ptr + 2 * W + e, mask=e < L, other=0)
         zero_gaps(grad_y_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)
@@ -89,7 +110,7 @@ def _expand_grad_kernel(
     if last_program(state_ptr + _DONE):
         if healthy(state_ptr):
             tl.store(state_ptr + _JOINED, epoch)
-            publish(peers_ptr, FREE, rank, epoch_words(epoch, W_PAD), W, W_PAD)
+            publish(peers_ptr, FREE, rank, flag_words(epoch, 0, W_PAD), W, W_PAD)
 
 
 def expand_grad(
@@ -112,7 +133,7 @@ def expand_grad(
     Args:
         channel: the lane.
         grad_y_RD: written whole; zeros where a row belongs to no slot.
-        grad_score_of_copy: `(W, C, K)` of the score dtype, written for each received copy.
+        grad_score_of_copy: `(W, C, K)` of the score dtype, written whole; 0 where no copy came.
         y_RD: the rows that were combined, contiguous.
         row_of_copy: int32 `(W, C, K)`, of the dispatch.
         score_of_copy: `(W, C, K)` of the score dtype, of the dispatch.
@@ -130,5 +151,5 @@ def expand_grad(
         FREE=channel.offset("scatter_free"), PAD=pad_multiple,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, L=L, L_PAD=padded(L),
         W=W, W_PAD=padded(W), VECTOR=blocks.vector,
-        BLOCK_R=blocks.rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+        BLOCK_C=blocks.copies, BLOCK_R=blocks.rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip

@@ -12,13 +12,14 @@ from symm_a2a.kernels.flags import (
     WAIT_COPIES,
     acquire,
     agreed,
-    epoch_words,
+    flag_words,
     healthy,
     label_of,
     last_program,
     publish,
     report,
 )
+from symm_a2a.kernels.rounding import narrow, widen
 
 _DONE = tl.constexpr(int(Cell.DONE_FINISH))
 _JOINED = tl.constexpr(int(Cell.GATHER_JOINED))
@@ -54,7 +55,7 @@ def _finish_kernel(
             t = block * BLOCK_R + tl.arange(0, BLOCK_R)
             for c in tl.range(0, D, BLOCK_N):
                 column = c + tl.arange(0, BLOCK_N)
-                total = tl.zeros((BLOCK_R, BLOCK_N), score_dtype)
+                total = tl.full((BLOCK_R, BLOCK_N), 0, score_dtype)
                 for first in tl.range(0, W, BLOCK_W):
                     q = first + tl.arange(0, BLOCK_W)
                     place = tl.load(
@@ -66,10 +67,10 @@ def _finish_kernel(
                         payload_ptr + row[:, :, None] + column[None, None, :],
                         mask=(place >= 0)[:, :, None] & (column < D)[None, None, :], other=0.0,
                     )  # fmt: skip
-                    total += tl.sum(part.to(score_dtype), 1)
+                    total += tl.sum(widen(part, score_dtype), 1)
                 tl.store(
                     out_ptr + t[:, None].to(tl.int64) * D + column[None, :],
-                    total.to(out_ptr.dtype.element_ty),
+                    narrow(total, out_ptr.dtype.element_ty),
                     mask=(t < T)[:, None] & (column < D)[None, :],
                 )
             if HAS_SCORES:
@@ -84,7 +85,7 @@ def _finish_kernel(
     if last_program(state_ptr + _DONE):
         if healthy(state_ptr):
             tl.store(state_ptr + _JOINED, epoch)
-            publish(peers_ptr, FREE, rank, epoch_words(epoch, W_PAD), W, W_PAD)
+            publish(peers_ptr, FREE, rank, flag_words(epoch, 0, W_PAD), W, W_PAD)
 
 
 def finish(

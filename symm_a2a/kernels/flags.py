@@ -40,15 +40,10 @@ def label_of(dispatch_epoch, KIND: tl.constexpr):
 
 
 @triton.jit
-def ready_words(epoch, label, copies):
-    """The words a launch publishes: `epoch << 30 | label << 24 | copies`, int64."""
-    return (epoch << _EPOCH_SHIFT) | (label << _LABEL_SHIFT) | copies
-
-
-@triton.jit
-def epoch_words(epoch, W_PAD: tl.constexpr):
-    """The words of flags that carry an epoch and nothing else: free and counts flags."""
-    return tl.zeros((W_PAD,), tl.int64) + (epoch << _EPOCH_SHIFT)
+def flag_words(epoch, label, W_PAD: tl.constexpr):
+    """Words for all peers: `epoch << 30 | label << 24`, int64; ready words add their copies."""
+    zero = tl.full((W_PAD,), 0, tl.int64)
+    return ((zero + epoch) << _EPOCH_SHIFT) | ((zero + label) << _LABEL_SHIFT)
 
 
 @triton.jit
@@ -62,7 +57,7 @@ def acquire(flags_ptr, W: tl.constexpr, W_PAD: tl.constexpr):
     """Read all flags once, acquiring what their writers released; zeros past `W`."""
     peer = tl.arange(0, W_PAD)
     words = tl.atomic_add(
-        flags_ptr + peer, tl.zeros((W_PAD,), tl.int64), mask=peer < W, sem="acquire", scope="sys"
+        flags_ptr + peer, tl.full((W_PAD,), 0, tl.int64), mask=peer < W, sem="acquire", scope="sys"
     )
     tl.debug_barrier()
     return tl.where(peer < W, words, 0)
@@ -77,7 +72,7 @@ def wait(flags_ptr, abort_ptr, epoch, polls, W: tl.constexpr, W_PAD: tl.constexp
     """
     peer = tl.arange(0, W_PAD)
     mask = peer < W
-    zero = tl.zeros((W_PAD,), tl.int64)
+    zero = tl.full((W_PAD,), 0, tl.int64)
     words = tl.atomic_add(flags_ptr + peer, zero, mask=mask, sem="relaxed", scope="sys")
     left = polls
     while (tl.min(tl.where(mask, words >> _EPOCH_SHIFT, epoch), 0) < epoch) & (left > 0):

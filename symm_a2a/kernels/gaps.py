@@ -42,6 +42,6 @@ def zero_gaps(
             column = c + tl.arange(0, BLOCK_N)
             tl.store(
                 rows_ptr + row[:, None].to(tl.int64) * D + column[None, :],
-                tl.zeros((BLOCK_R, BLOCK_N), rows_ptr.dtype.element_ty),
+                tl.full((BLOCK_R, BLOCK_N), 0, rows_ptr.dtype.element_ty),
                 mask=(index < total)[:, None] & (column < D)[None, :],
             )

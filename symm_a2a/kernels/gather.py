@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import peer_region
+from symm_a2a.kernels.addresses import peer_region, section_of
 from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import (
@@ -18,10 +18,11 @@ from symm_a2a.kernels.flags import (
     last_program,
     publish,
     reached,
-    ready_words,
+    flag_words,
     report,
     wait,
 )
+from symm_a2a.kernels.rounding import narrow, widen
 
 _DONE = tl.constexpr(int(Cell.DONE_GATHER))
 _LAUNCHED = tl.constexpr(int(Cell.GATHER_LAUNCHED))
@@ -54,19 +55,18 @@ def _gather_kernel(
         report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
     if held & healthy(state_ptr):
         received = tl.load(tally_ptr + W + w, mask=w < W, other=0)
-        rounds = tl.max((received + BLOCK_R - 1) // BLOCK_R, 0)
-        for index in tl.range(program, rounds * W, tl.num_programs(0)):
-            origin = (rank + index % W) % W
+        blocks = (tl.max(received, 0) + BLOCK_R - 1) // BLOCK_R
+        for index in tl.range(program, blocks * W, tl.num_programs(0)):
+            origin, block = section_of(index, rank, W)
             count = tl.load(tally_ptr + W + origin)
-            first = (index // W) * BLOCK_R
-            if first < count:
-                j = first + tl.arange(0, BLOCK_R)
+            if block * BLOCK_R < count:
+                j = block * BLOCK_R + tl.arange(0, BLOCK_R)
                 copy = origin * C + j
                 target = (rank * C + j).to(tl.int64)
                 section = peer_region(peers_ptr, origin, ROWS, y_ptr.dtype.element_ty)
                 for c in tl.range(0, P, BLOCK_N):
                     column = c + tl.arange(0, BLOCK_N)
-                    total = tl.zeros((BLOCK_R, BLOCK_N), SCORE)
+                    total = tl.full((BLOCK_R, BLOCK_N), 0, SCORE)
                     for k0 in tl.range(0, K, BLOCK_K):
                         k = k0 + tl.arange(0, BLOCK_K)
                         mask = (j < count)[:, None] & (k < K)[None, :]
@@ -76,7 +76,7 @@ def _gather_kernel(
                             y_ptr + row[:, :, None].to(tl.int64) * D + column[None, None, :],
                             mask=there, other=0.0,
                         )  # fmt: skip
-                        y = y.to(SCORE)
+                        y = widen(y, SCORE)
                         if WEIGHTED:
                             score = tl.load(
                                 score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0
@@ -85,7 +85,7 @@ def _gather_kernel(
                             y = tl.where(there, y * score[:, :, None], 0.0)
                         total += tl.sum(y, 1)
                     tl.store(
-                        section + target[:, None] * P + column[None, :], total.to(y_ptr.dtype.element_ty),
+                        section + target[:, None] * P + column[None, :], narrow(total, y_ptr.dtype.element_ty),
                         mask=(j < count)[:, None] & (column < P)[None, :],
                     )  # fmt: skip
                 if not WEIGHTED:
@@ -96,13 +96,13 @@ def _gather_kernel(
                         if HAS_SCORES:
                             grad = tl.load(score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0)
                         else:
-                            grad = tl.zeros((BLOCK_R, BLOCK_K), SCORE)
+                            grad = tl.full((BLOCK_R, BLOCK_K), 0, SCORE)
                         tl.store(scores + target[:, None] * K + k[None, :], grad, mask=mask)
     if last_program(state_ptr + _DONE):
         if healthy(state_ptr):
             label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), KIND)
             copies = tl.load(tally_ptr + W + w, mask=w < W, other=0).to(tl.int64)
-            publish(peers_ptr, READY, rank, ready_words(epoch, label, copies), W, W_PAD)
+            publish(peers_ptr, READY, rank, flag_words(epoch, label, W_PAD) | copies, W, W_PAD)
             tl.store(state_ptr + _LAUNCHED, epoch)
             if SPINS:
                 words = wait(ready_ptr, abort_ptr, epoch, polls, W, W_PAD)

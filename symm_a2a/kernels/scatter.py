@@ -18,7 +18,7 @@ from symm_a2a.kernels.flags import (
     last_program,
     publish,
     reached,
-    ready_words,
+    flag_words,
     report,
     wait,
 )
@@ -30,7 +30,7 @@ _LAUNCHED = tl.constexpr(int(Cell.SCATTER_LAUNCHED))
 @triton.jit
 def _sums_before(sums_ptr, block, column, N: tl.constexpr, BLOCK_S: tl.constexpr):
     """Column sums over the blocks ahead of `block`; columns past `N` are zeros."""
-    total = tl.zeros(column.shape, tl.int32)
+    total = tl.full(column.shape, 0, tl.int32)
     for first in tl.range(0, block, BLOCK_S):
         b = first + tl.arange(0, BLOCK_S)
         mask = (b < block)[:, None] & (column < N)[None, :]
@@ -62,7 +62,7 @@ def _place_block(
     expert = tl.where(valid, ids, -1).to(tl.int32)
     flat = tl.reshape(expert, [SLOTS])
     slot = tl.arange(0, SLOTS)
-    ahead = tl.zeros((SLOTS,), tl.int32)
+    ahead = tl.full((SLOTS,), 0, tl.int32)
     for first in tl.range(0, SLOTS, BLOCK_J):
         j = first + tl.arange(0, BLOCK_J)
         tj = block * BLOCK_T + j // K_PAD
@@ -141,7 +141,7 @@ def _scatter_kernel(
     x_ptr, ids_ptr, scores_ptr, expert_sums_ptr, peer_sums_ptr,
     copy_of_peer_ptr, copy_of_slot_ptr, tally_ptr,
     peers_ptr, ready_ptr, free_ptr, abort_ptr, state_ptr, status_ptr, rank, T, C, num_blocks, polls,
-    HEADERS: tl.constexpr, ROWS: tl.constexpr, READY: tl.constexpr,
+    HEADERS: tl.constexpr, ROWS: tl.constexpr, READY: tl.constexpr, COUNTS_READY: tl.constexpr,
     PLACE: tl.constexpr, SPINS: tl.constexpr, KIND: tl.constexpr, HEADER: tl.constexpr,
     D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, EPOCH: tl.constexpr,
@@ -195,7 +195,10 @@ def _scatter_kernel(
         if healthy(state_ptr):
             label = label_of(dispatch_epoch, KIND)
             copies = tl.load(tally_ptr + w, mask=w < W, other=0).to(tl.int64)
-            publish(peers_ptr, READY, rank, ready_words(epoch, label, copies), W, W_PAD)
+            if not PLACE:
+                # A peer that dispatches, and waits for counts, must find another kind there.
+                publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, label, W_PAD), W, W_PAD)
+            publish(peers_ptr, READY, rank, flag_words(epoch, label, W_PAD) | copies, W, W_PAD)
             tl.store(state_ptr + _LAUNCHED, epoch)
             if SPINS:
                 words = wait(ready_ptr, abort_ptr, epoch, polls, W, W_PAD)
@@ -241,7 +244,7 @@ def scatter(
         channel.abort_W, channel.state, channel.status,
         channel.rank, T, layout.max_tokens, num_blocks, channel.polls,
         HEADERS=channel.offset("headers"), ROWS=channel.offset("scatter_rows"),
-        READY=channel.offset("scatter_ready"),
+        READY=channel.offset("scatter_ready"), COUNTS_READY=channel.offset("counts_ready"),
         PLACE=slots is not None, SPINS=channel.spins, KIND=int(kind),
         HEADER=tl.int64 if layout.header_dtype == torch.int64 else tl.int32,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),

@@ -28,7 +28,7 @@ def _create_segment(nbytes: int) -> tuple[str, int]:
     The pages are taken now: a sparse file on a full file system would end the process with
     SIGBUS in the middle of a kernel.
     """
-    path = f"{_FOLDER}/symm_a2a-{secrets.token_hex(16)}"
+    path = f"{_FOLDER}/symm_a2a-{os.getpid()}-{secrets.token_hex(16)}"
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, nbytes)

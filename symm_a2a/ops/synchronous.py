@@ -71,8 +71,8 @@ def combine(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Combine in lane `lane`: the weighted sums `(T, D)`, and a token."""
     routing = Routing(copy_of_peer, copy_of_slot, row_of_copy, score_of_copy, tally)
-    y = launch_combine(lane_of(lane), y, routing)
-    return join_combine(lane_of(lane), y, routing)
+    on = lane_of(lane)
+    return join_combine(on, launch_combine(on, y, routing), routing)
 
 
 @combine.register_fake
@@ -90,8 +90,9 @@ def combine_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward of `combine`: gradients of the rows, of their scores, and of the token."""
     routing = Routing(copy_of_peer, copy_of_slot, row_of_copy, score_of_copy, tally)
-    launch_combine_backward(lane_of(lane), grad_out, routing)
-    return join_combine_backward(lane_of(lane), y, routing, pad_multiple)
+    on = lane_of(lane)
+    launch_combine_backward(on, grad_out, routing)
+    return join_combine_backward(on, y, routing, pad_multiple)
 
 
 @combine_backward.register_fake
@@ -110,8 +111,9 @@ def dispatch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward of `dispatch`: gradients of the tokens, of their scores, and of the anchor."""
     routing = Routing(copy_of_peer, copy_of_slot, row_of_copy, score_of_copy, tally)
-    rows = launch_dispatch_backward(lane_of(lane), grad_rows, grad_score_of_copy, routing)
-    return join_dispatch_backward(lane_of(lane), rows, routing)
+    on = lane_of(lane)
+    rows = launch_dispatch_backward(on, grad_rows, grad_score_of_copy, routing)
+    return join_dispatch_backward(on, rows, routing)
 
 
 @dispatch_backward.register_fake

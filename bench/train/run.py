@@ -1,0 +1,182 @@
+"""What the ranks do: the same training, once with each dispatcher."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import symm_a2a
+from bench.train.corpus import draw_windows, load_corpus
+from bench.train.meter import MeteredDispatcher
+from bench.train.model import Model
+from bench.train.options import Options
+
+BALANCE = 0.1
+"""Weight of the experts' imbalance in what is minimised; without it, half of them are never used."""
+
+WARMUP = 10
+"""Steps until the learning rate is at its peak."""
+
+DispatcherFactory = Callable[..., Any]
+"""A dispatcher's class, or whatever takes `(cfg, group, device=...)` and gives a context manager."""
+
+DISPATCHERS: dict[str, DispatcherFactory] = {
+    "symm": symm_a2a.SymmTokenDispatcher,
+    "all_to_all": symm_a2a.baselines.AllToAllTokenDispatcher,
+}
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank reports of one training; `losses` and `loads` are the same on every rank.
+
+    Attributes:
+        losses: the mean loss of each step over the batch of all ranks.
+        loads: of each step, the slots that went to each expert, all layers and ranks together.
+        sent: rows that this rank sent to each rank: copies, or slots.
+        seconds: of the steps.
+        seconds_in_exchanges: of these, in dispatch and combine, forward and backward.
+    """
+
+    losses: list[float]
+    loads: list[list[int]]
+    sent: list[int]
+    seconds: float
+    seconds_in_exchanges: float
+
+
+class Trainer:
+    """One rank's model, its optimizer, and its share of each batch.
+
+    Args:
+        options: sizes and the seed.
+        dispatcher: carries the rows of all layers.
+        group: of the ranks; None for a process of its own, with all the experts.
+        dtype: of everything.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        dispatcher: Any,
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.options, self.group = options, group
+        self.rank, self.ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.corpus_N = load_corpus()
+        self.model = Model(options, dispatcher, group).to(dtype)
+        self._replicated = self.model.replicated()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, number: int) -> float:
+        """Train on batch `number`; return its mean loss, over all ranks."""
+        for settings in self._optimizer.param_groups:
+            settings["lr"] = self.options.learning_rate * self._warmth(number)
+        loss = self.backward(number)
+        self._optimizer.step()
+        return loss
+
+    def backward(self, number: int) -> float:
+        """Leave the gradients of the whole batch's mean loss in the parameters; return that loss."""
+        self._optimizer.zero_grad()
+        loss, imbalance = self.model(self._my_windows(number))
+        # The batch's loss is the mean of the ranks' losses: each rank's part of it is a W-th of its own.
+        # An expert's gradients then come out whole, for the rows that reach it are those of all ranks.
+        # Everything else has seen this rank's tokens alone: add up.
+        ((loss + BALANCE * imbalance) / self.ranks).backward()
+        return self._add_up(loss.detach() / self.ranks)
+
+    def _my_windows(self, number: int) -> torch.Tensor:
+        mine = self.options.tokens // self.options.context
+        windows = draw_windows(
+            self.corpus_N, self.options.seed, number, mine * self.ranks, self.options.context
+        )
+        return windows[self.rank * mine : (self.rank + 1) * mine]
+
+    def _add_up(self, loss: torch.Tensor) -> float:
+        """Add up, over the ranks, the replicated parameters' gradients and the loss, in one message."""
+        if self.group is None:
+            return loss.item()
+        grads = [p.grad for p in self._replicated if p.grad is not None]
+        message = torch.cat([loss.view(1), *(grad.flatten() for grad in grads)])
+        dist.all_reduce(message, group=self.group)
+        total, *parts = message.split([1, *(grad.numel() for grad in grads)])
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part.view_as(grad))
+        return total.item()
+
+    def _warmth(self, number: int) -> float:
+        steps = self.options.steps
+        fall = max(0.0, (number + 1) / steps - 0.4) / 0.6
+        return min(1.0, (number + 1) / WARMUP) * (1 - 0.9 * fall)
+
+
+def exchange_config(options: Options, dtype: torch.dtype = torch.float32) -> symm_a2a.EPConfig:
+    """Return the sizes of the layers' exchanges."""
+    return symm_a2a.EPConfig(
+        num_experts=options.experts,
+        top_k=options.top_k,
+        hidden_dim=options.dim,
+        max_tokens_per_rank=options.tokens,
+        dtype=dtype,
+        num_lanes=1,
+    )
+
+
+def train_rank(
+    rank: int, group: dist.ProcessGroup, options: Options, factories: Mapping[str, DispatcherFactory]
+) -> dict[str, RankRecord]:
+    """Be one rank: train with each dispatcher of `options.names` and report on each."""
+    return {name: _train(name, factories[name], options, group, show=rank == 0) for name in options.names}
+
+
+def _train(
+    name: str, factory: DispatcherFactory, options: Options, group: dist.ProcessGroup, show: bool
+) -> RankRecord:
+    with factory(exchange_config(options), group, device="cpu") as dispatcher:
+        metered = MeteredDispatcher(dispatcher)
+        trainer = Trainer(options, metered, group)
+        losses, loads = [], []
+        dist.barrier(group)
+        begin = time.perf_counter()
+        with _Progress(name, options.steps, show) as progress:
+            for number in range(options.steps):
+                losses.append(trainer.step(number))
+                loads.append(trainer.model.load_E().tolist())
+                progress.advance(losses[-1])
+        seconds = time.perf_counter() - begin
+    return RankRecord(losses, loads, metered.sent_W.tolist(), seconds, metered.watch.seconds)
+
+
+class _Progress:
+    """A bar where stderr is a terminal, some ten lines where it is not, nothing where it is not to show."""
+
+    def __init__(self, name: str, steps: int, show: bool) -> None:
+        self._name, self._steps, self._done = f"{name:<10}", steps, 0
+        self._bar = None
+        self._lines = show and not sys.stderr.isatty()
+        if show and not self._lines:
+            self._bar = tqdm(total=steps, desc=self._name, unit="step", dynamic_ncols=True)
+
+    def advance(self, loss: float) -> None:
+        self._done += 1
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            self._bar.update()
+        elif self._lines and (self._done in (1, self._steps) or self._done % max(10, self._steps // 10) == 0):
+            print(f"{self._name} step {self._done} of {self._steps}: loss {loss:.3f}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,1 @@
+"""The Triton kernels, one a file, each beside its launcher."""
