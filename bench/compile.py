@@ -8,8 +8,8 @@ read anything back from its kernels: its capacity must be static.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ _OPTIONS = ("num_warps", "num_stages", "num_ctas")
 _DIVISIBLE = [["tt.divisibility", 16]]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """One recorded launch: the kernel, its named arguments, its compile options."""
 
@@ -120,9 +120,9 @@ def launches_of(cfg: symm_a2a.EPConfig, world_size: int, num_tokens: int) -> lis
     with recorded_launches() as launches, symm_a2a.VirtualWorld(cfg, world_size, "cpu") as world:
         for dispatcher in world.dispatchers:
             for lane in dispatcher.arena.lanes:
-                object.__setattr__(lane.channel, "spins", True)
+                lane.channel = dataclasses.replace(lane.channel, spins=True, polls=1000, programs=528)
         rows, _, handles = world.dispatch([x] * world_size, [scores] * world_size, [ids] * world_size)
-        sum(out.sum() for out in world.combine(rows, handles)).backward()
+        torch.cat(world.combine(rows, handles)).sum().backward()
         channel = world.dispatchers[0].arena.lanes[0].channel
         row_count.row_count(channel, torch.zeros(1, dtype=torch.int64), cfg.pad_multiple)
         credit.credit(channel, Kind.COMBINE)

@@ -13,6 +13,7 @@ from symm_a2a.errors import ClosedError, ConfigError
 from symm_a2a.lane import Lane
 from symm_a2a.layout import ArenaLayout
 from symm_a2a.memory import SymmetricMemory
+from symm_a2a.runtime import require_working_interpreter
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Arena:
     """
 
     def __init__(self, cfg: EPConfig, memory: SymmetricMemory, layout: ArenaLayout) -> None:
+        require_working_interpreter()
         self.closed = False
         self.cfg = cfg
         self.memory = memory

@@ -76,6 +76,8 @@ class Step:
         strides: memory layouts of x, scores, ids, the experts' output, and the output's gradient, see
             `_laid_out`.
         constant: whether the experts ignore their input, so that no gradient reaches the rows.
+        twice: whether the handle is combined twice, the second time with half of the experts' output, and
+            the two added: two exchanges of one direction in a row, where a rank must wait for the slowest.
         special: whether x has negative zeros, infinities and NaN, and masked slots a score of NaN.
         x_grad: whether x requires a gradient.
         scores_grad: whether the scores do.
@@ -91,6 +93,7 @@ class Step:
     scores_dtype: str
     strides: tuple[str, ...]
     constant: bool
+    twice: bool
     special: bool
     x_grad: tuple[bool, ...]
     scores_grad: tuple[bool, ...]
@@ -217,6 +220,7 @@ def _draw_step(
         scores_dtype=rng.choice(["float32", "float32", "float64", sizes["dtype"]]),
         strides=tuple(rng.choice([*plain, *extra]) for extra in ([], [], [], [], ["expanded"])),
         constant=rng.random() < 0.15,
+        twice=rng.random() < 0.25,
         special=rng.random() < 0.25,
         x_grad=tuple(rng.random() < 0.85 for _ in range(world_size)),
         scores_grad=tuple(rng.random() < 0.85 for _ in range(world_size)),
@@ -404,13 +408,16 @@ def _flow(
     pause()
     y = _experts(rows, tokens_per_expert, leaves.weight, leaves.bias, step.constant)
     y = _laid_out(y, step.strides[3])
-    if asynchronous:
-        pending = dispatcher.combine_async(y, handle)
-        yield
-        pause()
-        out = pending.join()
-    else:
-        out = dispatcher.combine(y, handle)
+    outs = []
+    for part in [y, y / 2] if step.twice else [y]:
+        if asynchronous:
+            pending = dispatcher.combine_async(part, handle)
+            yield
+            pause()
+            outs.append(pending.join())
+        else:
+            outs.append(dispatcher.combine(part, handle))
+    out = outs[0] + outs[1] if step.twice else outs[0]
     return Outcome(leaves, rows, tokens_per_expert, out, torch.is_grad_enabled())
 
 
@@ -505,7 +512,7 @@ def _oracle(
     rows, counts = reference.dispatch(inputs.x, *routing)
     arguments = zip(rows, counts, inputs.weight, inputs.bias, strict=True)
     ys = [_experts(*one, step.constant) for one in arguments]
-    outs = reference.combine(ys, inputs.scores, *routing)
+    outs = [out * (1.5 if step.twice else 1) for out in reference.combine(ys, inputs.scores, *routing)]
     flat = [t for tensors in leaves.values() for t in tensors]
     grads = torch.autograd.grad(outs, flat, inputs.grad_out, allow_unused=True)
     found = iter([torch.zeros_like(t) if g is None else g for t, g in zip(flat, grads, strict=True)])
@@ -564,7 +571,7 @@ def _compare_sums(
         rank: whose.
         inputs: of all ranks.
         outcome: this rank's.
-        roundings: to the row dtype, at most, on the way to any result.
+        roundings: to the row dtype, at most, on the way to any result, but for the sum of two combines.
         prefix: of what is reported.
     """
     dtype = _DTYPES[case.sizes["dtype"]]
@@ -573,7 +580,7 @@ def _compare_sums(
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
     # One rounding more than the analysis counts pays for its higher orders. Sums of up to D products,
     # and of an expert's rows, are taken in fp32 (fp64), and the reference's own in fp64.
-    unit = (roundings + 1) * torch.finfo(dtype).eps / 2
+    unit = (roundings + step.twice + 1) * torch.finfo(dtype).eps / 2
     unit += (2 * case.sizes["hidden_dim"] + 64) * torch.finfo(accumulate).eps / 2
     found = _within(f"{prefix}out", outcome.out, outs[rank], unit * sizes[rank], dtype)
     if not outcome.backward:

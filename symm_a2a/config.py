@@ -64,8 +64,8 @@ class EPConfig:
                 raise ConfigError(f"expected {name} to be a positive int, got {value!r}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"expected dtype to be one of {DTYPES}, got {self.dtype!r}")
-        exact = self.capacity == "exact"
-        if not exact and (isinstance(self.capacity, (bool, str)) or not self.capacity >= 1):
+        fixed = isinstance(self.capacity, int) and not isinstance(self.capacity, bool) and self.capacity >= 1
+        if self.capacity != "exact" and not fixed:
             raise ConfigError(f'expected capacity to be "exact" or a positive int, got {self.capacity!r}')
         if self.overflow not in ("raise", "drop"):
             raise ConfigError(f'expected overflow to be "raise" or "drop", got {self.overflow!r}')

@@ -136,7 +136,9 @@ class SymmTokenDispatcher:
         if arena is None:
             arena = _create_arena(cfg, group, device, backend)
         elif group is not None or device is not None or backend is not None:
-            raise ConfigError("expected arena= alone, got group, device or backend too; the arena has its own")
+            raise ConfigError(
+                "expected arena= alone, got group, device or backend too; the arena has its own"
+            )
         arena.require_open()
         arena.require_fits(cfg)
         self.arena = arena
@@ -239,7 +241,9 @@ class SymmTokenDispatcher:
         self._require_open()
         check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
         self._lane_number(lane)
-        state = DispatchState(self.arena.lanes[lane], self.arena.anchor, self._capacity, self.cfg.pad_multiple)
+        state = DispatchState(
+            self.arena.lanes[lane], self.arena.anchor, self._capacity, self.cfg.pad_multiple
+        )
         flying = start_dispatch(state, x_TD, scores_TK.to(self._score_dtype), topk_ids_TK)
         return PendingDispatch(state, flying, lane)
 
@@ -265,7 +269,9 @@ class SymmTokenDispatcher:
         for lane in range(cfg.num_lanes):
             for ids_dtype in (torch.int32, torch.int64):
                 with torch.inference_mode(False), torch.enable_grad():
-                    x = torch.zeros(1, cfg.hidden_dim, dtype=cfg.dtype, device=self.device, requires_grad=True)
+                    x = torch.zeros(
+                        1, cfg.hidden_dim, dtype=cfg.dtype, device=self.device, requires_grad=True
+                    )
                     scores = torch.zeros(1, cfg.top_k, device=self.device)
                     ids = torch.full((1, cfg.top_k), -1, dtype=ids_dtype, device=self.device)
                     rows, _, handle = self.dispatch(x, scores, ids, lane=lane)

@@ -180,7 +180,12 @@ def launch_dispatch_backward(
         grad_score_of_copy = grad_score_of_copy.contiguous()
     lane.begin(Kind.DISPATCH_BACKWARD)
     gather(
-        lane.channel, Kind.DISPATCH_BACKWARD, grad_rows_RD, routing.row_of_copy, grad_score_of_copy, routing.tally
+        lane.channel,
+        Kind.DISPATCH_BACKWARD,
+        grad_rows_RD,
+        routing.row_of_copy,
+        grad_score_of_copy,
+        routing.tally,
     )
     return grad_rows_RD
 

@@ -17,6 +17,7 @@ from symm_a2a.errors import (
     PeerLostError,
     PeerTimeoutError,
 )
+from symm_a2a.kernels.blocks import blocks_for
 from symm_a2a.kernels.channel import (
     EPOCH_SHIFT,
     LABEL_MASK,
@@ -83,7 +84,8 @@ class Lane:
             status=_host_visible(Report.WORDS + layout.world_size, device),
             polls=polls,
             spins=memory.spins,
-            programs=_PROGRAMS_PER_SM * _multiprocessors(device),
+            programs=_programs(device),
+            blocks=blocks_for(layout),
         )
         self._status = self.channel.status.numpy()
         self._rows = _RowCount(device)
@@ -103,6 +105,7 @@ class Lane:
             ExchangeError: the lane has failed, now or before.
         """
         self.raise_reports()
+        self._raise_overflow()
         if self._in_flight is not None:
             raise LaneBusyError(
                 f"expected lane {self.index} to be idle, got a launch of {kind.title} while "
@@ -111,12 +114,14 @@ class Lane:
         direction, launched = _direction(kind), _launched(kind)
         if self.memory.host_waits:
             self._wait(f"{direction}_free", int(self._state[launched]), kind, Wait.CREDIT)
-        elif self.memory.spins and kind != Kind.DISPATCH and self._last_launch is not None:
+        elif self.memory.spins and kind != Kind.DISPATCH and self._repeats_direction(kind):
             # A dispatch waits in its count kernel; where the directions alternate, the
             # exchange joined in between implies the credit.
-            if self._last_launch.scatters == kind.scatters:
-                credit(self.channel, kind)
+            credit(self.channel, kind)
         self._in_flight = self._last_launch = kind
+
+    def _repeats_direction(self, kind: Kind) -> bool:
+        return self._last_launch is not None and self._last_launch.scatters == kind.scatters
 
     def arrive(self, kind: Kind) -> None:
         """Open a join: every peer's copies are here, or a kernel makes sure that they are.
@@ -163,7 +168,6 @@ class Lane:
         Raises:
             ExchangeError: the lane has failed; the same error again at every later call.
             ExpertIdError: a dispatch had ids out of range; those slots were masked.
-            CapacityError: a dispatch overflowed and the policy is to raise.
         """
         if self.failure is not None:
             raise self.failure
@@ -175,6 +179,9 @@ class Lane:
                 f"expected expert ids in [-1, {self.layout.num_experts}), got {invalid} slots out of range; "
                 "nothing was sent for them"
             )
+
+    def _raise_overflow(self) -> None:
+        """Raise `CapacityError` where rows have been dropped and the policy is to say so."""
         if self._status[Report.OVERFLOW_ROWS] and self.overflow == "raise":
             dropped, self._status[Report.OVERFLOW_ROWS] = int(self._status[Report.OVERFLOW_ROWS]), 0
             raise CapacityError(
@@ -215,7 +222,10 @@ class Lane:
             for peer in missing:
                 if peer in astray:
                     raise self.fail(self._mismatch(kind, epoch, peer, astray[peer]))
-            for peers, how in ((gave_up, "gave up before it took part"), (ended, "ended before it took part")):
+            for peers, how in (
+                (gave_up, "gave up before it took part"),
+                (ended, "ended before it took part"),
+            ):
                 gone = [peer for peer in missing if peer in peers]
                 if gone:
                     raise self.fail(PeerLostError(self._story(gone, kind, wait, epoch, how)))
@@ -269,10 +279,11 @@ class Lane:
         label = (word >> LABEL_SHIFT) & LABEL_MASK
         theirs, dispatch = Kind(label & 3), label >> 2
         return ExchangeMismatchError(
-            f"expected every rank to run {kind.title} in lane {self.index}, epoch {epoch}, got {theirs.title} (of "
-            f"dispatch {dispatch}, modulo 16) from peer {peer} while rank {self.memory.rank} runs {kind.title}. "
-            "Every rank must run every exchange in the same order, in the backward too: a rank that skips its "
-            "backward, runs in no_grad alone, or whose loss ignores its output (add 0 * out.sum()) breaks that order"
+            f"expected every rank to run {kind.title} in lane {self.index}, epoch {epoch}, "
+            f"got {theirs.title} (of dispatch {dispatch}, modulo 16) from peer {peer} "
+            f"while rank {self.memory.rank} runs {kind.title}. Every rank must run every exchange in the "
+            "same order, in the backward too: a rank that skips its backward, runs in no_grad alone, or "
+            "whose loss ignores its output (add 0 * out.sum()) breaks that order"
         )
 
 
@@ -313,8 +324,8 @@ def _launched(kind: Kind) -> Cell:
     return Cell.SCATTER_LAUNCHED if kind.scatters else Cell.GATHER_LAUNCHED
 
 
-def _multiprocessors(device: torch.device) -> int:
-    """Return the SMs of a GPU; 1 on the CPU, where programs run one after another."""
+def _programs(device: torch.device) -> int:
+    """Return the programs that fill a GPU; 1 on the CPU, where they run one after another."""
     if device.type != "cuda":
         return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count

@@ -84,8 +84,7 @@ class ArenaLayout:
         W, E, C, K = self.world_size, self.num_experts, self.max_tokens, self.top_k
         if W < 1 or E % W:
             raise ConfigError(
-                f"expected num_experts divisible by the number of ranks, got {E} experts "
-                f"for {W} ranks"
+                f"expected num_experts divisible by the number of ranks, got {E} experts for {W} ranks"
             )
         limits = (
             ("max_tokens_per_rank", C, MAX_TOKENS),

@@ -7,14 +7,16 @@ import os
 
 import torch
 
+from symm_a2a.errors import EnvironmentUnsupportedError
+
 _log = logging.getLogger(__name__)
 
 
 def choose_runtime() -> None:
     """Turn Triton's interpreter on where there is no GPU and nobody has decided.
 
-    Triton reads `TRITON_INTERPRET` when a kernel is decorated, so this runs once, at import. A
-    value that is set already stays: `TRITON_INTERPRET=0` compiles without a GPU, `=1`
+    Triton reads `TRITON_INTERPRET` when a kernel is decorated, its own at its import: this runs
+    at our import, and nothing here may import Triton before. A value that is set already stays: `TRITON_INTERPRET=0` compiles without a GPU, `=1`
     interprets beside one.
     """
     if "TRITON_INTERPRET" in os.environ:
@@ -24,3 +26,36 @@ def choose_runtime() -> None:
     else:
         os.environ["TRITON_INTERPRET"] = "1"
         _log.info("no CUDA device: kernels run in Triton's interpreter (TRITON_INTERPRET=1)")
+
+
+def require_working_interpreter() -> None:
+    """Raise where kernels are to be interpreted and cannot be.
+
+    Raises:
+        EnvironmentUnsupportedError: Triton was imported before the interpreter was chosen; or it
+            is older than 3.7, with numpy 2.4 or newer, which refuses one-element arrays as bounds.
+    """
+    import numpy
+    import triton
+    from triton import knobs
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    if not knobs.runtime.interpret:
+        return
+    if not isinstance(tl.sum, InterpretedFunction):
+        raise EnvironmentUnsupportedError(
+            "expected Triton's interpreter to be chosen before Triton is imported, got Triton imported first; "
+            "import symm_a2a before the modules that import Triton, or set TRITON_INTERPRET=1"
+        )
+    if _version(triton.__version__) < (3, 7) and _version(numpy.__version__) >= (2, 4):
+        raise EnvironmentUnsupportedError(
+            f"expected triton >= 3.7 or numpy < 2.4 to interpret kernels, got triton {triton.__version__} "
+            f"and numpy {numpy.__version__}; run: pip install 'numpy<2.4'"
+        )
+
+
+def _version(text: str) -> tuple[int, int]:
+    """Return major and minor of a version."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)

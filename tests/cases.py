@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import symm_a2a
 from symm_a2a import reference
+from symm_a2a.kernels.blocks import Blocks, padded
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,30 @@ class Case:
     def scores(self, dtype: torch.dtype, step: int = 0) -> list[Tensor]:
         gen = self.generator(step)
         return [torch.rand(T, self.top_k, generator=gen, dtype=torch.float64).to(dtype) for T in self.tokens]
+
+
+def use_small_blocks(world: symm_a2a.VirtualWorld) -> None:
+    """Run what follows in several programs of small tiles each, as on a GPU.
+
+    Blocks for the interpreter are so large that sizes fit for a test would never reach a
+    second program, a second strip, or a second block.
+    """
+    for dispatcher in world.dispatchers:
+        for lane in dispatcher.arena.lanes:
+            layout = lane.layout
+            small = Blocks(
+                tokens=4,
+                strip=4,
+                sums=2,
+                copies=4,
+                rows=2,
+                columns=16,
+                peers=min(2, padded(layout.world_size)),
+                slots=min(2, padded(layout.top_k)),
+                vector=4,
+                warps=4,
+            )
+            lane.channel = dataclasses.replace(lane.channel, programs=3, blocks=small)
 
 
 @st.composite

@@ -132,7 +132,9 @@ def test_compiled_blocks_that_share_a_lane(backend, capacity):
 def test_many_compiled_layers_stay_below_the_recompile_limit(backend):
     torch._dynamo.reset()
     dispatcher, layers = blocks("exact", count=10)
-    with torch._dynamo.config.patch(error_on_recompile=False, recompile_limit=8, fail_on_recompile_limit_hit=True):
+    with torch._dynamo.config.patch(
+        error_on_recompile=False, recompile_limit=8, fail_on_recompile_limit_hit=True
+    ):
         compiled = [torch.compile(layer, backend=backend, fullgraph=True, dynamic=True) for layer in layers]
         for T in (5, 4):
             x = torch.randn(T, D)
@@ -240,7 +242,7 @@ def test_the_exchange_runs_backward_where_only_the_experts_need_gradients():
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context):
-    dispatcher, layers = blocks("exact")
+    _, layers = blocks("exact")
     x = torch.randn(5, D)
     expected = gradients(layers, x)[0]
     with context():

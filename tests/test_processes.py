@@ -23,7 +23,9 @@ BOTH = [
 
 
 def config(**changes):
-    fields = dict(num_experts=E, top_k=K, hidden_dim=D, max_tokens_per_rank=C, dtype=torch.float32, timeout=20)
+    fields = dict(
+        num_experts=E, top_k=K, hidden_dim=D, max_tokens_per_rank=C, dtype=torch.float32, timeout=20
+    )
     return symm_a2a.EPConfig(**(fields | changes))
 
 
@@ -168,9 +170,12 @@ def create_and_close(rank, group):
         with SymmTokenDispatcher(config(), group) as dispatcher:
             if step % 10 == 0:
                 x, scores, ids = inputs(rank, step, torch.float32, "cpu")
-                dispatcher.combine(dispatcher.dispatch(x, scores, ids)[0], dispatcher.dispatch(x, scores, ids)[2])
+                dispatcher.combine(
+                    dispatcher.dispatch(x, scores, ids)[0], dispatcher.dispatch(x, scores, ids)[2]
+                )
     gc.collect()  # The interpreter leaves cycles that hold kernel arguments.
-    mappings = sum("/dev/shm/symm_a2a" in line for line in open("/proc/self/maps"))
+    with open("/proc/self/maps") as maps:
+        mappings = sum("/dev/shm/symm_a2a" in line for line in maps)
     return len(os.listdir("/proc/self/fd")) - descriptors, mappings, segments()
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def load_corpus() -> torch.Tensor:
+def load_corpus() -> Tensor:
     """Return uint8 `(N,)`, the text of `help("topics")` in one piece, some 450 kB of English.
 
     Raises:
@@ -22,9 +23,7 @@ def load_corpus() -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def draw_windows(
-    corpus_N: torch.Tensor, seed: int, step: int, num_windows: int, context: int
-) -> torch.Tensor:
+def draw_windows(corpus_N: Tensor, seed: int, step: int, num_windows: int, context: int) -> Tensor:
     """Return int64 `(num_windows, context + 1)`, pieces of text from random places.
 
     They depend on the arguments alone: every rank draws the same and takes its share.
@@ -34,7 +33,7 @@ def draw_windows(
     return corpus_N[starts + torch.arange(context + 1)].long()
 
 
-def entropy(corpus_N: torch.Tensor, order: int) -> float:
+def entropy(corpus_N: Tensor, order: int) -> float:
     """Return the entropy of a byte given the `order - 1` bytes before it, in nats.
 
     Order 1 is the loss of a model that knows how frequent each byte is and nothing else, order 2 of one

@@ -20,9 +20,9 @@ class Options:
 
     ranks: int = 4
     """Processes; the experts are shared out among them."""
-    steps: int = 65
+    steps: int = 70
     """Optimizer steps of each training."""
-    tokens: int = 512
+    tokens: int = 256
     """Tokens (bytes of text) of each rank in each step; a multiple of --context."""
     context: int = 64
     """Tokens of one sequence."""
@@ -71,3 +71,8 @@ class Options:
     def names(self) -> tuple[str, ...]:
         """The dispatchers to train with, in the order of the trainings."""
         return ("symm", "all_to_all") if self.dispatcher == "both" else (self.dispatcher,)
+
+    @property
+    def slots(self) -> int:
+        """(token, expert) pairs of one training: what a dispatcher without copies sends as rows."""
+        return self.steps * self.layers * self.ranks * self.tokens * self.top_k

@@ -1,4 +1,4 @@
-"""Block sizes and grids, in one table: no kernel is tuned at run time.
+"""Block sizes, in one table: no kernel is tuned at run time.
 
 Ranks must agree on nothing here, but a rank that tuned for itself would be late for the
 others. Under the interpreter a program costs the same whatever its size, so blocks are as
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
+from triton import knobs, next_power_of_2
 
-from symm_a2a.kernels.channel import Channel
+from symm_a2a.layout import ArenaLayout
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = bool(knobs.runtime.interpret)
 """Whether `@triton.jit` makes interpreted functions in this process."""
 
 _TILE = 1 << 20
@@ -51,12 +51,11 @@ class Blocks:
 
 def padded(n: int) -> int:
     """Return the smallest power of two that is at least `n`."""
-    return triton.next_power_of_2(n)
+    return int(next_power_of_2(n))
 
 
-def blocks_for(channel: Channel) -> Blocks:
-    """Return the tile sizes for a lane, from its sizes and from where kernels run."""
-    layout = channel.layout
+def blocks_for(layout: ArenaLayout) -> Blocks:
+    """Return the tile sizes for an arena, from its sizes and from where kernels run."""
     k_pad, w_pad = padded(layout.top_k), padded(layout.world_size)
     itemsize = layout.dtype.itemsize
     peers, slots = min(8, w_pad), min(8, k_pad)
@@ -65,16 +64,12 @@ def blocks_for(channel: Channel) -> Blocks:
         rows = max(1, min(256, padded(layout.max_tokens), _TILE // (columns * max(peers, k_pad))))
         tokens = max(1, min(256, padded(layout.max_tokens), _TILE // (64 * k_pad)))
         return Blocks(
-            tokens=tokens, strip=min(tokens * k_pad, _TILE // (tokens * k_pad)), sums=16, copies=max(32, rows), rows=rows,
-            columns=columns, peers=peers, slots=slots, vector=16 // itemsize, warps=4,
+            tokens=tokens, strip=min(tokens * k_pad, _TILE // (tokens * k_pad)), sums=16,
+            copies=max(32, rows), rows=rows, columns=columns, peers=peers, slots=slots,
+            vector=16 // itemsize, warps=4,
         )  # fmt: skip
     tokens = max(1, 128 // k_pad)
     return Blocks(
         tokens=tokens, strip=16, sums=16, copies=32, rows=1, columns=2048 // itemsize,
         peers=peers, slots=min(4, slots), vector=16 // itemsize, warps=4,
     )  # fmt: skip
-
-
-def grid_for(channel: Channel, work: int) -> tuple[int]:
-    """Return a grid of at most the device's programs; never 0, which Triton would skip."""
-    return (max(1, min(work, 1 if INTERPRETED else channel.programs)),)

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 import torch
 
+from symm_a2a.kernels.blocks import Blocks
 from symm_a2a.layout import ArenaLayout
 
 
@@ -99,6 +100,7 @@ class Channel:
         polls: how often a wait looks before it gives up; 0 where the host has waited.
         spins: whether a launch ends only when every peer's copies have arrived.
         programs: programs that fill the device.
+        blocks: tile sizes.
     """
 
     rank: int
@@ -111,7 +113,12 @@ class Channel:
     polls: int
     spins: bool
     programs: int
+    blocks: Blocks
 
     def offset(self, region: str) -> int:
         """Return where a region starts, in bytes from the lane's address on any rank."""
         return self.layout.regions[region].offset
+
+    def grid(self, work: int) -> tuple[int]:
+        """Return a grid of at most `programs`; never 0, which Triton would silently skip."""
+        return (max(1, min(work, self.programs)),)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.blocks import blocks_for, padded
+from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
 from symm_a2a.kernels.flags import (
     WAIT_CREDIT,
@@ -49,9 +49,7 @@ def _count_kernel(
     k = tl.arange(0, K_PAD)
     e = tl.arange(0, E_PAD)
     w = tl.arange(0, W_PAD)
-    ids = tl.load(
-        ids_ptr + t[:, None] * K + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=-1
-    )
+    ids = tl.load(ids_ptr + t[:, None] * K + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=-1)
     valid = (ids >= 0) & (ids < E)
     invalid = tl.sum(tl.sum(((ids < -1) | (ids >= E)).to(tl.int32), 1), 0)
     if invalid > 0:
@@ -104,9 +102,7 @@ def _count_kernel(
             report(state_ptr, status_ptr, free, epoch - 1, 0, _KIND, WAIT_CREDIT, W, W_PAD)
 
 
-def count(
-    channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def count(channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Count this rank's slots and copies, and send the counts to every peer.
 
     Needs nothing but the lane at rest. When the kernel has run, `tally[:W]` holds the copies
@@ -122,7 +118,7 @@ def count(
         peer, int32 `(blocks, W)`; `scatter` places the slots by them.
     """
     layout = channel.layout
-    blocks = blocks_for(channel)
+    blocks = channel.blocks
     T = ids_TK.shape[0]
     num_blocks = max(1, triton.cdiv(T, blocks.tokens))
     expert_sums = ids_TK.new_empty((num_blocks, layout.num_experts), dtype=torch.int32)

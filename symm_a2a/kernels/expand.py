@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from symm_a2a.kernels.addresses import section_of
-from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
+from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
 from symm_a2a.kernels.flags import (
     WAIT_COPIES,
@@ -173,9 +173,9 @@ def expand(
         exact: whether `rows_RD` has exactly as many rows as arrive.
     """
     layout = channel.layout
-    blocks = blocks_for(channel)
+    blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
-    _expand_kernel[grid_for(channel, W * triton.cdiv(layout.max_tokens, blocks.copies))](
+    _expand_kernel[channel.grid(W * triton.cdiv(layout.max_tokens, blocks.copies))](
         rows_RD, tokens_per_expert_L, row_of_copy, score_of_copy, tally, token,
         channel.local["counts"], channel.local["headers"], channel.local["scatter_rows"],
         channel.peers_W, channel.local["scatter_ready"], channel.state, channel.status,

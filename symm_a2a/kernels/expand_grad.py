@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from symm_a2a.kernels.addresses import section_of
-from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
+from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import (
     WAIT_COPIES,
@@ -94,12 +94,12 @@ def _expand_grad_kernel(
                     place = row[:, :, None].to(tl.int64) * D + column[None, None, :]
                     there = (row >= 0)[:, :, None] & (column < D)[None, None, :]
                     y = widen(tl.load(y_ptr + place, mask=there, other=0.0), score_dtype)
-                    tl.store(grad_y_ptr + place, narrow(g * score[:, :, None], y_ptr.dtype.element_ty), mask=there)
+                    tl.store(
+                        grad_y_ptr + place, narrow(g * score[:, :, None], y_ptr.dtype.element_ty), mask=there
+                    )
                     # A slot without a row has y = 0 here; 0 * g is not 0 where g is Inf or NaN.
                     product = tl.where(there, y * g, 0.0)
-                    products += tl.sum(
-                        tl.reshape(product, [BLOCK_R, BLOCK_K, BLOCK_N // VECTOR, VECTOR]), 3
-                    )
+                    products += tl.sum(tl.reshape(product, [BLOCK_R, BLOCK_K, BLOCK_N // VECTOR, VECTOR]), 3)
                 tl.store(grad_score_ptr + copy[:, None] * K + k[None, :], tl.sum(products, 2), mask=mask)
         _zero_absent(grad_score_ptr, tally_ptr, rank, C, K, BLOCK_K, W, BLOCK_C)
         e = tl.arange(0, L_PAD)
@@ -142,14 +142,15 @@ def expand_grad(
         pad_multiple: of the dispatch.
     """
     layout = channel.layout
-    blocks = blocks_for(channel)
+    blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
-    _expand_grad_kernel[grid_for(channel, W * triton.cdiv(layout.max_tokens, blocks.rows))](
+    _expand_grad_kernel[channel.grid(W * triton.cdiv(layout.max_tokens, blocks.rows))](
         grad_y_RD, grad_score_of_copy, y_RD, row_of_copy, score_of_copy, tally, token,
         channel.local["scatter_rows"], channel.peers_W, channel.local["scatter_ready"],
         channel.state, channel.status, channel.rank, layout.max_tokens, grad_y_RD.shape[0],
         FREE=channel.offset("scatter_free"), PAD=pad_multiple,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, L=L, L_PAD=padded(L),
         W=W, W_PAD=padded(W), VECTOR=blocks.vector,
-        BLOCK_C=blocks.copies, BLOCK_R=blocks.rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+        BLOCK_C=blocks.copies, BLOCK_R=blocks.rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,
+        num_warps=blocks.warps,
     )  # fmt: skip

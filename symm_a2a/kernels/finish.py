@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
+from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import (
     WAIT_COPIES,
@@ -76,9 +76,7 @@ def _finish_kernel(
             if HAS_SCORES:
                 mask = (t < T)[:, None] & (k < K)[None, :]
                 copy = tl.load(copy_of_slot_ptr + t[:, None] * K + k[None, :], mask=mask, other=-1)
-                grad = tl.load(
-                    scores_ptr + copy.to(tl.int64) * K + k[None, :], mask=copy >= 0, other=0.0
-                )
+                grad = tl.load(scores_ptr + copy.to(tl.int64) * K + k[None, :], mask=copy >= 0, other=0.0)
                 tl.store(grad_scores_ptr + t[:, None] * K + k[None, :], grad, mask=mask)
         if program == 0:
             tl.store(token_ptr, 0.0)
@@ -114,10 +112,10 @@ def finish(
         grad_scores_TK: of the score dtype, written whole; with `DISPATCH_BACKWARD` only.
     """
     layout = channel.layout
-    blocks = blocks_for(channel)
+    blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
     T = out_TD.shape[0]
-    _finish_kernel[grid_for(channel, triton.cdiv(T, blocks.rows))](
+    _finish_kernel[channel.grid(triton.cdiv(T, blocks.rows))](
         out_TD, channel.local["gather_scores"] if grad_scores_TK is None else grad_scores_TK, token,
         copy_of_peer_TW, copy_of_slot_TK, tally,
         channel.local["gather_rows"], channel.local["gather_scores"], channel.peers_W,

@@ -7,18 +7,18 @@ import triton
 import triton.language as tl
 
 from symm_a2a.kernels.addresses import peer_region, section_of
-from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
+from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import (
     WAIT_COPIES,
     WAIT_CREDIT,
     acquire,
+    flag_words,
     healthy,
     label_of,
     last_program,
     publish,
     reached,
-    flag_words,
     report,
     wait,
 )
@@ -42,7 +42,7 @@ def _gather_kernel(
     """One row back for each received copy: the sum over its slots of `[score *] y[row]`.
 
     Sums are fp32 (fp64 for fp64 rows). Without `WEIGHTED` (a dispatch's backward) the sums are
-    plain, and the slots' values, which are score gradients then, go along. Programs next to each other write to different peers.
+    plain, and the slots' values, which are score gradients then, go along.
 
     Example: a copy has rows 3 and 7 here with scores 0.5 and 0.25: `0.5 y[3] + 0.25 y[7]`.
     """
@@ -85,7 +85,8 @@ def _gather_kernel(
                             y = tl.where(there, y * score[:, :, None], 0.0)
                         total += tl.sum(y, 1)
                     tl.store(
-                        section + target[:, None] * P + column[None, :], narrow(total, y_ptr.dtype.element_ty),
+                        section + target[:, None] * P + column[None, :],
+                        narrow(total, y_ptr.dtype.element_ty),
                         mask=(j < count)[:, None] & (column < P)[None, :],
                     )  # fmt: skip
                 if not WEIGHTED:
@@ -94,7 +95,9 @@ def _gather_kernel(
                         k = k0 + tl.arange(0, BLOCK_K)
                         mask = (j < count)[:, None] & (k < K)[None, :]
                         if HAS_SCORES:
-                            grad = tl.load(score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0)
+                            grad = tl.load(
+                                score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0
+                            )
                         else:
                             grad = tl.full((BLOCK_R, BLOCK_K), 0, SCORE)
                         tl.store(scores + target[:, None] * K + k[None, :], grad, mask=mask)
@@ -134,9 +137,9 @@ def gather(
         tally: int32 `(2 W + L + 1,)`, of the dispatch.
     """
     layout = channel.layout
-    blocks = blocks_for(channel)
+    blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
-    _gather_kernel[grid_for(channel, W * triton.cdiv(layout.max_tokens, blocks.rows))](
+    _gather_kernel[channel.grid(W * triton.cdiv(layout.max_tokens, blocks.rows))](
         y_RD, row_of_copy, row_of_copy if score_of_copy is None else score_of_copy, tally,
         channel.peers_W, channel.local["gather_ready"], channel.local["gather_free"],
         channel.abort_W, channel.state, channel.status, channel.rank, layout.max_tokens, channel.polls,

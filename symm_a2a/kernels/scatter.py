@@ -7,18 +7,18 @@ import triton
 import triton.language as tl
 
 from symm_a2a.kernels.addresses import peer_regions
-from symm_a2a.kernels.blocks import blocks_for, grid_for, padded
+from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import (
     WAIT_COPIES,
     WAIT_CREDIT,
     acquire,
+    flag_words,
     healthy,
     label_of,
     last_program,
     publish,
     reached,
-    flag_words,
     report,
     wait,
 )
@@ -233,12 +233,12 @@ def scatter(
             scores of the layout's score dtype, the sums as `count` returned them.
     """
     layout = channel.layout
-    blocks = blocks_for(channel)
+    blocks = channel.blocks
     T = x_TD.shape[0]
     num_blocks = max(1, triton.cdiv(T, blocks.tokens))
     ids, scores, expert_sums, peer_sums = slots or (copy_of_slot_TK, x_TD, tally, tally)
     W, L = layout.world_size, layout.num_local_experts
-    _scatter_kernel[grid_for(channel, num_blocks)](
+    _scatter_kernel[channel.grid(num_blocks)](
         x_TD, ids, scores, expert_sums, peer_sums, copy_of_peer_TW, copy_of_slot_TK, tally,
         channel.peers_W, channel.local["scatter_ready"], channel.local["scatter_free"],
         channel.abort_W, channel.state, channel.status,

@@ -41,7 +41,8 @@ def require_agreement(group: dist.ProcessGroup, device: torch.device, what: str,
     for rank, other in enumerate(values):
         if other != values[0]:
             raise ConfigError(
-                f"expected the same {what} on every rank, got {values[0]} on rank 0 and {other} on rank {rank}"
+                f"expected the same {what} on every rank, got {values[0]} on rank 0 "
+                f"and {other} on rank {rank}"
             )
 
 

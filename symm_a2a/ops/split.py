@@ -60,7 +60,9 @@ class CombineState:
 
 class _DispatchLaunch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, state: DispatchState, x: Tensor, scores: Tensor, ids: Tensor, anchor: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, state: DispatchState, x: Tensor, scores: Tensor, ids: Tensor, anchor: Tensor
+    ) -> Tensor:
         ctx.state = state
         state.flight = launch_dispatch(state.lane, x, scores, ids, state.capacity, state.pad_multiple)
         return x.new_empty(1, dtype=torch.float32)
@@ -122,23 +124,21 @@ class _CombineLaunch(torch.autograd.Function):
 class _CombineJoin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: CombineState, flying: Tensor) -> Tensor:
-        assert state.flight is not None and state.routing is not None, "the launch comes first"
+        assert state.flight is not None, "the launch comes first"
+        assert state.routing is not None
         y, routing = state.flight, state.routing
         state.flight = state.routing = None
         ctx.state = state
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(y, *routing)
         out, _ = join_combine(state.lane, y, routing)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[None, Tensor]:
         state: CombineState = ctx.state
         y, *routing = ctx.saved_tensors
         routing = Routing(*routing)
-        if grad_out is None:
-            grad_out = y.new_zeros((routing.copy_of_peer_TW.shape[0], y.shape[1]))
         state.backward = launch_combine_backward(state.lane, grad_out, routing), y, routing
         return None, state.zero
 

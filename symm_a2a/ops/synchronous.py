@@ -30,8 +30,6 @@ from symm_a2a.exchange import (
 )
 from symm_a2a.ops.table import lane_of
 
-_NUM_ROUTING = len(Routing._fields)
-
 
 @torch.library.custom_op("symm_a2a::dispatch", mutates_args=())
 def dispatch(
@@ -40,8 +38,9 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Dispatch in lane `lane`: rows, counts, the five tensors of `Routing`, and a token."""
     flight = launch_dispatch(lane_of(lane), x, scores, ids, capacity, pad_multiple)
-    done = join_dispatch(flight)
-    return done.rows_RD, done.tokens_per_expert_L, *done.routing, done.token
+    rows, counts, routing, token = join_dispatch(flight)
+    copy_of_peer, copy_of_slot, row_of_copy, score_of_copy, tally = routing
+    return rows, counts, copy_of_peer, copy_of_slot, row_of_copy, score_of_copy, tally, token
 
 
 @dispatch.register_fake

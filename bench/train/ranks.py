@@ -70,7 +70,9 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.options, self.group = options, group
-        self.rank, self.ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.rank, self.ranks = (
+            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        )
         self.corpus_N = load_corpus()
         self.model = Model(options, dispatcher, group).to(dtype)
         self._replicated = self.model.replicated()
@@ -172,7 +174,11 @@ class _Progress:
             self._bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             self._bar.update()
         elif self._lines and (self._done in (1, self._steps) or self._done % max(10, self._steps // 10) == 0):
-            print(f"{self._name} step {self._done} of {self._steps}: loss {loss:.3f}", file=sys.stderr, flush=True)
+            print(
+                f"{self._name} step {self._done} of {self._steps}: loss {loss:.3f}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def __enter__(self) -> _Progress:
         return self

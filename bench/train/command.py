@@ -1,0 +1,104 @@
+"""`python -m bench train`: train with both dispatchers, compare, and show what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from bench.train import corpus
+from bench.train.agreement import compare
+from bench.train.options import Options
+from bench.train.picture import draw
+from bench.train.ranks import DISPATCHERS, DispatcherFactory, train_rank
+from bench.train.results import figures_of, merge
+from bench.train.table import format_table
+from symm_a2a.testing import run_ranks
+
+SECONDS_PER_STEP = 60.0
+"""What a step may take before the ranks are given up; generous, for a machine with much else to do."""
+
+
+def run(options: Options, factories: Mapping[str, DispatcherFactory] = DISPATCHERS) -> int:
+    """Train, print a table, write a picture; return the exit code.
+
+    Args:
+        options: what to do.
+        factories: the dispatchers, by the names "symm" and "all_to_all".
+
+    Returns:
+        0; or 1 if the trainings differ by more than rounding, 2 if the options do not fit.
+    """
+    try:
+        options.check()
+        corpus_N = corpus.load_corpus()
+    except (ValueError, RuntimeError) as error:
+        print(f"bench train: {error}", file=sys.stderr)
+        return 2
+    picture = options.out / "train.png"
+    for file in (picture, *([options.json] if options.json else [])):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    print(_introduction(options, len(corpus_N)), flush=True)
+
+    begin = time.perf_counter()
+    with _interpreted():
+        reports = run_ranks(
+            train_rank,
+            options.ranks,
+            options,
+            dict(factories),
+            timeout=120 + SECONDS_PER_STEP * options.steps,
+        )
+    seconds = time.perf_counter() - begin
+
+    trainings = merge(reports)
+    verdict = compare(*trainings.values()) if len(trainings) == 2 else None
+    figures = figures_of(options, trainings, verdict, seconds)
+    print("", format_table(trainings, figures), "", *([verdict.text] if verdict else []), sep="\n")
+
+    agree = verdict is None or verdict.agree
+    draw(picture, options, trainings, _landmarks(corpus_N), agree)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    print(f"Wrote {picture}" + (f" and {options.json}" if options.json else ""))
+    return 0 if agree else 1
+
+
+@contextlib.contextmanager
+def _interpreted() -> Iterator[None]:
+    """Have the ranks run kernels in Triton's interpreter, also where there is a GPU."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def _introduction(options: Options, num_bytes: int) -> str:
+    local = options.experts // options.ranks
+    return (
+        f"{options.ranks} ranks, processes on this machine's CPUs; kernels run in Triton's interpreter.\n"
+        f"{options.layers} layers of {options.experts} experts, {local} on each rank; each token's "
+        f"{options.dim} numbers go to its best {options.top_k}.\n"
+        f"{options.steps} steps of {options.ranks} x {options.tokens} tokens, "
+        f"out of {num_bytes // 1000} kB of text that Python ships: its help topics."
+    )
+
+
+def _landmarks(corpus_N: Tensor) -> list[tuple[str, float]]:
+    """Return the losses of models that know less than this one can learn."""
+    return [
+        ("a blind guess, ln 256", math.log(256)),
+        ("how often each byte occurs", corpus.entropy(corpus_N, 1)),
+        ("how often each pair occurs", corpus.entropy(corpus_N, 2)),
+    ]

@@ -1,0 +1,87 @@
+"""What the ranks' reports amount to: one training per dispatcher, and the figures of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bench.train.agreement import Agreement
+from bench.train.options import Options
+from bench.train.ranks import RankRecord, exchange_config
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training of all ranks.
+
+    Attributes:
+        losses: mean loss of each step, in nats per byte.
+        loads: of each step, the slots that went to each expert, all layers together.
+        sent: rows sent, `sent[sender][receiver]`: copies with "symm", slots with "all_to_all".
+        seconds: of the steps, of the slowest rank.
+        seconds_in_exchanges: of these, in exchanges; of the slowest rank.
+    """
+
+    losses: list[float]
+    loads: list[list[int]]
+    sent: list[list[int]]
+    seconds: float
+    seconds_in_exchanges: float
+
+    @property
+    def rows_sent(self) -> int:
+        """Rows that all ranks sent to all."""
+        return sum(map(sum, self.sent))
+
+
+def merge(reports: list[dict[str, RankRecord]]) -> dict[str, Training]:
+    """Make one training of the ranks' reports on it.
+
+    Args:
+        reports: of each rank, in rank order.
+    """
+    trainings = {}
+    for name in reports[0]:
+        records = [report[name] for report in reports]
+        trainings[name] = Training(
+            losses=records[0].losses,
+            loads=records[0].loads,
+            sent=[record.sent for record in records],
+            seconds=max(record.seconds for record in records),
+            seconds_in_exchanges=max(record.seconds_in_exchanges for record in records),
+        )
+    return trainings
+
+
+def figures_of(
+    options: Options, trainings: dict[str, Training], agreement: Agreement | None, seconds: float
+) -> dict[str, Any]:
+    """Return all figures, flat; None where one needs a training that was not asked for.
+
+    Args:
+        options: of the run.
+        trainings: by the dispatcher's name.
+        agreement: of the two, if there are two.
+        seconds: of everything, the start of the processes included.
+    """
+    names = ("symm", "all_to_all")
+    symm = trainings.get("symm")
+    row: dict[str, Any] = {"steps": options.steps, "ranks": options.ranks}
+    for name in names:
+        training = trainings.get(name)
+        row[f"first_loss_{name}"] = training and training.losses[0]
+        row[f"last_loss_{name}"] = training and training.losses[-1]
+    row["max_loss_difference"] = agreement and agreement.largest
+    row["agree"] = agreement and agreement.agree
+    row["first_step_routed_differently"] = agreement and agreement.parted_at
+    row["copies"] = symm and symm.rows_sent
+    row["slots"] = options.slots
+    row["symmetric_bytes"] = exchange_config(options).symmetric_bytes(options.ranks)
+    for name in names:
+        training = trainings.get(name)
+        row[f"seconds_in_exchanges_{name}"] = training and training.seconds_in_exchanges
+        row[f"seconds_{name}"] = training and training.seconds
+    row["seconds"] = seconds
+    for name in ("tokens", "context", "layers", "experts", "top_k", "dim", "learning_rate", "seed"):
+        row[name] = getattr(options, name)
+    return row

@@ -1,0 +1,194 @@
+"""What a caller may do wrong, and what it is told; a group of one."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import symm_a2a
+from symm_a2a import EPConfig, SymmTokenDispatcher
+from symm_a2a.layout import FLAGS
+
+T, E, K, D, C = 5, 4, 2, 6, 8
+
+
+def config(**changes):
+    fields = dict(num_experts=E, top_k=K, hidden_dim=D, max_tokens_per_rank=C, dtype=torch.float32)
+    return EPConfig(**(fields | changes))
+
+
+def arguments(tokens=T):
+    gen = torch.Generator().manual_seed(0)
+    ids = torch.randint(E, (tokens, K), generator=gen)
+    return torch.randn(tokens, D, generator=gen), torch.rand(tokens, K, generator=gen), ids
+
+
+@pytest.fixture
+def dispatcher():
+    with SymmTokenDispatcher(config(), device="cpu") as d:
+        yield d
+
+
+def untouched(d) -> bool:
+    return all(not lane.channel.local[flag].any() for lane in d.arena.lanes for flag in FLAGS)
+
+
+@pytest.mark.parametrize("method", ["dispatch", "dispatch_async"])
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (0, torch.zeros(T, D + 1), r"x_TD of shape \(T, 6\), got \(5, 7\)"),
+        (0, torch.zeros(T, D, dtype=torch.bfloat16), "dtype torch.float32, got torch.bfloat16"),
+        (0, torch.zeros(T, D, device="meta"), "x_TD on cpu, got meta"),
+        (1, torch.zeros(T, K + 1), r"scores_TK of shape \(5, 2\), got \(5, 3\)"),
+        (1, torch.zeros(T, K, dtype=torch.int32), "floating point"),
+        (2, torch.zeros(T - 1, K, dtype=torch.int64), r"topk_ids_TK of shape \(5, 2\), got \(4, 2\)"),
+        (2, torch.zeros(T, K, dtype=torch.int16), "int32 or int64"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_any_memory_is_touched(dispatcher, method, place, wrong, message):
+    args = list(arguments())
+    args[place] = wrong
+    with pytest.raises(symm_a2a.InputError, match=message):
+        getattr(dispatcher, method)(*args)
+    assert untouched(dispatcher)
+
+
+def test_more_tokens_than_the_capacity_name_both_numbers(dispatcher):
+    with pytest.raises(symm_a2a.InputError, match="8 tokens, got 9"):
+        dispatcher.dispatch(*arguments(tokens=C + 1))
+    assert untouched(dispatcher)
+    rows, _, _ = dispatcher.dispatch(*arguments(tokens=C))
+    assert rows.shape == (C * K, D)
+
+
+def test_combine_wants_as_many_rows_as_were_dispatched(dispatcher):
+    rows, _, handle = dispatcher.dispatch(*arguments())
+    with pytest.raises(symm_a2a.InputError, match=r"y_RD of shape \(10, 6\), got \(9, 6\)"):
+        dispatcher.combine(rows[1:], handle)
+    with pytest.raises(symm_a2a.InputError, match="handle of a dispatch, got NoneType"):
+        dispatcher.combine(rows, None)
+
+
+@pytest.mark.parametrize("lane", [-1, 2])
+def test_a_lane_that_is_not_there(dispatcher, lane):
+    for method in (dispatcher.dispatch, dispatcher.dispatch_async):
+        with pytest.raises(symm_a2a.InputError, match=r"lane in \[0, 2\)"):
+            method(*arguments(), lane=lane)
+
+
+def test_a_busy_lane_refuses_a_launch_and_the_other_lane_does_not(dispatcher):
+    pending = dispatcher.dispatch_async(*arguments())
+    for method in (dispatcher.dispatch, dispatcher.dispatch_async):
+        with pytest.raises(
+            symm_a2a.LaneBusyError, match="lane 0 to be idle, got a launch of dispatch while dispatch"
+        ):
+            method(*arguments())
+    other, _, _ = dispatcher.dispatch(*arguments(), lane=1)
+    rows, _, handle = pending.join()
+    assert torch.equal(rows, other)
+    combining = dispatcher.combine_async(rows, handle)
+    with pytest.raises(symm_a2a.LaneBusyError, match="combine is in flight"):
+        dispatcher.combine(rows, handle)
+    combining.join()
+
+
+def test_a_pending_exchange_is_joined_once(dispatcher):
+    pending = dispatcher.dispatch_async(*arguments())
+    rows, _, handle = pending.join()
+    combining = dispatcher.combine_async(rows, handle)
+    combining.join()
+    for joined in (pending, combining):
+        with pytest.raises(symm_a2a.JoinedTwiceError, match="joined before"):
+            joined.join()
+
+
+def test_use_after_close():
+    d = SymmTokenDispatcher(config(), device="cpu")
+    sibling = SymmTokenDispatcher(config(capacity=20, pad_multiple=2), arena=d.arena)
+    rows, _, handle = d.dispatch(*arguments())
+    sibling.close()
+    d.combine(rows, handle)
+    with pytest.raises(symm_a2a.ClosedError):
+        sibling.dispatch(*arguments())
+    d.close()
+    d.close()
+    for use in (lambda: d.dispatch(*arguments()), lambda: d.combine(rows, handle), lambda: d.warmup()):
+        with pytest.raises(symm_a2a.ClosedError):
+            use()
+    with pytest.raises(symm_a2a.ClosedError):
+        SymmTokenDispatcher(config(), arena=d.arena)
+
+
+def test_a_backward_after_close_is_an_error_not_a_crash():
+    d = SymmTokenDispatcher(config(), device="cpu")
+    x, scores, ids = arguments()
+    rows, _, handle = d.dispatch(x.requires_grad_(), scores, ids)
+    out = d.combine(rows, handle)
+    d.close()
+    with pytest.raises(symm_a2a.ClosedError):
+        out.sum().backward()
+
+
+def test_a_shared_arena_wants_the_same_sizes(dispatcher):
+    with pytest.raises(symm_a2a.ConfigError, match="hidden_dim 6 in the arena and 7 in the config"):
+        SymmTokenDispatcher(config(hidden_dim=7), arena=dispatcher.arena)
+    with pytest.raises(symm_a2a.ConfigError, match="arena= alone"):
+        SymmTokenDispatcher(config(), arena=dispatcher.arena, device="cpu")
+    lanes = [lane.number for lane in dispatcher.arena.lanes]
+    sibling = SymmTokenDispatcher(config(capacity=30), arena=dispatcher.arena)
+    assert [lane.number for lane in sibling.arena.lanes] == lanes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cpu", "backend": "cuda"}, "'cuda' expects a cuda device, got cpu"),
+        ({"device": "cpu", "backend": "nvshmem"}, 'backend "cuda", "host" or "virtual"'),
+        ({"device": "meta"}, "cuda or cpu device, got meta"),
+    ],
+)
+def test_a_backend_that_cannot_work_says_why(options, message):
+    with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match=message):
+        SymmTokenDispatcher(config(), **options)
+
+
+def test_warmup_uses_every_lane_in_both_directions(dispatcher):
+    dispatcher.warmup()
+    for lane in dispatcher.arena.lanes:
+        assert all(int(lane.channel.state[cell]) == 4 for cell in range(4))
+
+
+def test_memory_goes_with_the_dispatcher():
+    d = SymmTokenDispatcher(config(), device="cpu")
+    d.dispatch(*arguments())
+    arena, lane = weakref.ref(d.arena), weakref.ref(d.arena.lanes[0])
+    del d
+    gc.collect()
+    assert arena() is None
+    assert lane() is None
+
+
+def test_trainers_extra_arguments_are_accepted(dispatcher):
+    x, scores, ids = arguments()
+    counts = torch.bincount(ids.flatten(), minlength=E)
+    rows, tokens_per_expert, handle = dispatcher.dispatch(x, scores, ids, counts)
+    assert torch.equal(tokens_per_expert.long(), counts)
+    torch.testing.assert_close(dispatcher.combine(rows, handle, x), x * scores.sum(1, keepdim=True))
+
+
+def test_a_failed_dispatcher_refuses_work_with_the_same_error():
+    cfg = config(num_experts=4)
+    with symm_a2a.VirtualWorld(cfg, 2, "cpu") as world:
+        lonely = world.dispatchers[0]
+        with pytest.raises(
+            symm_a2a.ExchangeError, match="rank 0 waited for its counts in dispatch, lane 0, epoch 1"
+        ):
+            lonely.dispatch(*arguments())
+        with pytest.raises(
+            symm_a2a.ExchangeError, match="rank 0 waited for its counts in dispatch, lane 0, epoch 1"
+        ):
+            lonely.dispatch(*arguments())
+        aborted = world.dispatchers[1].arena.lanes[0].channel.abort_W
+        assert aborted.tolist() == [1, 0]

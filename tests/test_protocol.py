@@ -1,0 +1,143 @@
+"""The rules of a lane, step by step: credits, words that name their exchange, who frees what."""
+
+import pytest
+import torch
+
+import symm_a2a
+from symm_a2a import EPConfig, VirtualWorld, exchange
+from symm_a2a.kernels.channel import COPIES_MASK, EPOCH_SHIFT, LABEL_MASK, LABEL_SHIFT, Kind
+
+W, E, K, D, T = 2, 4, 2, 6, 5
+
+
+@pytest.fixture
+def lanes():
+    cfg = EPConfig(num_experts=E, top_k=K, hidden_dim=D, max_tokens_per_rank=T, dtype=torch.float32)
+    with VirtualWorld(cfg, W, "cpu") as world:
+        yield [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
+
+
+def launch(lane, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    ids = torch.randint(E, (T, K), generator=gen)
+    x, scores = torch.randn(T, D, generator=gen), torch.rand(T, K, generator=gen)
+    return exchange.launch_dispatch(lane, x, scores, ids, exchange.EXACT, 1)
+
+
+def dispatch(lanes, seed=0):
+    flights = [launch(lane, seed) for lane in lanes]
+    return [exchange.join_dispatch(flight) for flight in flights]
+
+
+def combine(lanes, done):
+    ys = [exchange.launch_combine(lane, d.rows_RD, d.routing) for lane, d in zip(lanes, done, strict=True)]
+    for lane, y, d in zip(lanes, ys, done, strict=True):
+        exchange.join_combine(lane, y, d.routing)
+
+
+def test_a_ready_word_names_epoch_dispatch_kind_and_copies(lanes):
+    for n in range(1, 19):
+        done = dispatch(lanes)
+        for receiver in range(W):
+            for sender in range(W):
+                word = int(lanes[receiver].channel.local["scatter_ready"][sender])
+                label = (word >> LABEL_SHIFT) & LABEL_MASK
+                assert word >> EPOCH_SHIFT == n
+                assert (label >> 2, label & 3) == (n % 16, Kind.DISPATCH)
+                assert word & COPIES_MASK == int(done[sender].routing.tally[receiver])
+    combine(lanes, done)
+    word = int(lanes[0].channel.local["gather_ready"][1])
+    assert (word >> EPOCH_SHIFT, (word >> LABEL_SHIFT) & LABEL_MASK) == (1, (18 % 16) << 2 | Kind.COMBINE)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_no_launch_without_the_credit_of_every_peer(lanes, kind):
+    """Rank 0 has joined and launches again; rank 1 has not, and its section is not overwritten."""
+    done = dispatch(lanes)
+    again = {
+        Kind.DISPATCH: lambda lane, d: launch(lane, seed=1),
+        Kind.COMBINE: lambda lane, d: exchange.launch_combine(lane, d.rows_RD + 1, d.routing),
+        Kind.COMBINE_BACKWARD: lambda lane, d: exchange.launch_combine_backward(
+            lane, torch.ones(T, D), d.routing
+        ),
+        Kind.DISPATCH_BACKWARD: lambda lane, d: exchange.launch_dispatch_backward(
+            lane, d.rows_RD + 1, None, d.routing
+        ),
+    }[kind]
+    join = {
+        Kind.DISPATCH: lambda lane, d, flying: exchange.join_dispatch(flying),
+        Kind.COMBINE: lambda lane, d, flying: exchange.join_combine(lane, flying, d.routing),
+        Kind.COMBINE_BACKWARD: lambda lane, d, flying: exchange.join_combine_backward(
+            lane, d.rows_RD, d.routing, 1
+        ),
+        Kind.DISPATCH_BACKWARD: lambda lane, d, flying: exchange.join_dispatch_backward(
+            lane, flying, d.routing
+        ),
+    }[kind]
+    flying = [again(lane, d) for lane, d in zip(lanes, done, strict=True)]
+    join(lanes[0], done[0], flying[0])
+    regions = (
+        "counts",
+        "headers",
+        "scatter_rows",
+        "gather_rows",
+        "gather_scores",
+        "scatter_ready",
+        "gather_ready",
+    )
+    before = [lanes[1].channel.local[name].clone() for name in regions]
+    again(lanes[0], done[0])
+    with pytest.raises(symm_a2a.ExchangeError, match="word that the last exchange was taken") as caught:
+        lanes[0].raise_reports()
+    assert f"in {kind.title}, lane 0" in str(caught.value)
+    assert "peer 1 " in str(caught.value)
+    for name, content in zip(regions, before, strict=True):
+        assert torch.equal(lanes[1].channel.local[name].view(torch.uint8), content.view(torch.uint8)), name
+
+
+def test_a_join_frees_the_sections_of_every_peer(lanes):
+    dispatch(lanes)
+    for lane in lanes:
+        assert [int(word) >> EPOCH_SHIFT for word in lane.channel.local["scatter_free"]] == [1, 1]
+        assert not lane.channel.local["gather_free"].any()
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ("combine backward", "dispatch"),
+        ("dispatch", "combine backward"),
+        ("combine backward", "combine backward"),
+    ],
+)
+def test_another_exchange_than_the_peers_is_an_error_on_both_sides(lanes, mine, theirs):
+    first = dispatch(lanes)
+    combine(lanes, first)
+    second = dispatch(lanes)
+    combine(lanes, second)
+    # Two ranks in the same operation, but for the losses of different dispatches.
+    handles = {0: first, 1: second}
+
+    def start(rank, what):
+        if what == "dispatch":
+            return launch(lanes[rank])
+        return exchange.launch_combine_backward(lanes[rank], torch.ones(T, D), handles[rank][rank].routing)
+
+    def finish(rank, what, flying):
+        if what == "dispatch":
+            return exchange.join_dispatch(flying)
+        done = handles[rank][rank]
+        return exchange.join_combine_backward(lanes[rank], done.rows_RD, done.routing, 1)
+
+    flying = [start(0, mine), start(1, theirs)]
+    for rank, (own, other) in enumerate(((mine, theirs), (theirs, mine))):
+        with pytest.raises(symm_a2a.ExchangeMismatchError) as caught:
+            finish(rank, own, flying[rank])
+        message = str(caught.value)
+        assert f"to run {own} in lane 0, epoch 3, got {other} (of dispatch" in message
+        assert f"from peer {1 - rank} while rank {rank}" in message
+
+
+def test_an_aborted_peer_is_told_through_its_abort_words(lanes):
+    lanes[1].abort()
+    assert lanes[0].channel.abort_W.tolist() == [0, 1]
