@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import symm_a2a
+from symm_a2a import arena
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -83,7 +84,7 @@ class Launch:
 def recorded_launches() -> Iterator[list[Launch]]:
     """Record every launch made inside, and run none of them."""
     launches: list[Launch] = []
-    run = JITFunction.run
+    run, require_runnable = JITFunction.run, arena.require_runnable
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
@@ -91,10 +92,12 @@ def recorded_launches() -> Iterator[list[Launch]]:
         launches.append(Launch(self, dict(zip(names, args, strict=False)) | kwargs, options))
 
     JITFunction.run = record
+    # What does not run need not be runnable here.
+    arena.require_runnable = lambda device: None
     try:
         yield launches
     finally:
-        JITFunction.run = run
+        JITFunction.run, arena.require_runnable = run, require_runnable
 
 
 def launches_of(cfg: symm_a2a.EPConfig, world_size: int, num_tokens: int) -> list[Launch]:

@@ -4,7 +4,7 @@ from symm_a2a import runtime
 
 runtime.choose_runtime()
 
-from symm_a2a import baselines  # noqa: E402
+from symm_a2a import baselines, reference, testing  # noqa: E402
 from symm_a2a.config import EPConfig  # noqa: E402
 from symm_a2a.dispatcher import (  # noqa: E402
     Handle,
@@ -54,4 +54,6 @@ __all__ = [
     "VirtualWorld",
     "baselines",
     "checkpoint_ops",
+    "reference",
+    "testing",
 ]

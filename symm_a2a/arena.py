@@ -9,11 +9,11 @@ import weakref
 import torch
 
 from symm_a2a.config import EPConfig
-from symm_a2a.errors import ClosedError, ConfigError
+from symm_a2a.errors import ClosedError, ConfigError, ExchangeError
 from symm_a2a.lane import Lane
 from symm_a2a.layout import ArenaLayout
 from symm_a2a.memory import SymmetricMemory
-from symm_a2a.runtime import require_working_interpreter
+from symm_a2a.runtime import require_runnable
 
 _log = logging.getLogger(__name__)
 
@@ -41,15 +41,17 @@ class Arena:
     """
 
     def __init__(self, cfg: EPConfig, memory: SymmetricMemory, layout: ArenaLayout) -> None:
-        require_working_interpreter()
+        require_runnable(memory.device)
         self.closed = False
+        self._failures: list[ExchangeError] = []
         self.cfg = cfg
         self.memory = memory
         self.layout = layout
         # Trainers build models under a meta device or in inference mode; neither may reach these.
         with torch.inference_mode(False), torch.device(memory.device):
             self.lanes = [
-                Lane(index, memory, layout, cfg.timeout, cfg.overflow) for index in range(layout.num_lanes)
+                Lane(index, memory, layout, cfg.timeout, cfg.overflow, self._failures)
+                for index in range(layout.num_lanes)
             ]
             self.anchor = torch.zeros(1, dtype=torch.float32, device=memory.device, requires_grad=True)
             self.sink = torch.zeros(1, dtype=torch.float32, device=memory.device)
@@ -93,7 +95,7 @@ class Arena:
             return
         self.closed = True
         self._finalizer.detach()
-        failed = failed or any(lane.failure for lane in self.lanes)
+        failed = failed or bool(self._failures)
         if failed:
             self.lanes[0].abort()
         self.lanes.clear()

@@ -55,10 +55,17 @@ class Lane:
         layout: the arena's layout.
         timeout: seconds a rank waits for a peer.
         overflow: `"raise"` or `"drop"`, see `EPConfig`.
+        failures: shared by the lanes of an arena: when one fails, all refuse work.
     """
 
     def __init__(
-        self, index: int, memory: SymmetricMemory, layout: ArenaLayout, timeout: float, overflow: str
+        self,
+        index: int,
+        memory: SymmetricMemory,
+        layout: ArenaLayout,
+        timeout: float,
+        overflow: str,
+        failures: list[ExchangeError],
     ) -> None:
         device, offset = memory.device, layout.lane_offset(index)
         self.index = index
@@ -67,7 +74,7 @@ class Lane:
         self.layout = layout
         self.timeout = timeout
         self.overflow = overflow
-        self.failure: ExchangeError | None = None
+        self._failures = failures
         self._in_flight: Kind | None = None
         self._last_launch: Kind | None = None
         mine = memory.arenas[memory.rank]
@@ -93,8 +100,6 @@ class Lane:
             self._state = self.channel.state.numpy()
             self._abort = self.channel.abort_W.numpy()
             self._flags = {name: self.channel.local[name].numpy() for name in FLAGS}
-
-    # -- launching and joining ---------------------------------------------------------
 
     def begin(self, kind: Kind) -> None:
         """Open a launch: the lane is idle, and every peer has taken the last one's data.
@@ -137,8 +142,6 @@ class Lane:
         self._in_flight = None
         self.raise_reports()
 
-    # -- the number of rows ------------------------------------------------------------
-
     def start_row_count(self, pad_multiple: int) -> None:
         """Begin to read the number of rows to come, where that can run beside the launch."""
         if self.memory.spins:
@@ -160,17 +163,15 @@ class Lane:
             raise self.fail(ExchangeError("the peers' counts did not arrive"))
         return rows
 
-    # -- failures ----------------------------------------------------------------------
-
     def raise_reports(self) -> None:
         """Raise what the lane's kernels have reported so far; never waits for the device.
 
         Raises:
-            ExchangeError: the lane has failed; the same error again at every later call.
+            ExchangeError: a lane of the arena has failed; the same error at every later call.
             ExpertIdError: a dispatch had ids out of range; those slots were masked.
         """
-        if self.failure is not None:
-            raise self.failure
+        if self._failures:
+            raise self._failures[0]
         if self._status[Report.FAILURE]:
             raise self.fail(self._reported_failure())
         if self._status[Report.INVALID_IDS]:
@@ -195,8 +196,8 @@ class Lane:
         return int(self._status[Report.OVERFLOW_ROWS])
 
     def fail(self, error: ExchangeError) -> ExchangeError:
-        """Fail the lane for good, tell every peer, and return the error to raise."""
-        self.failure = error
+        """Fail all lanes for good, tell every peer, and return the error to raise."""
+        self._failures.append(error)
         self.abort()
         return error
 

@@ -28,12 +28,13 @@ def choose_runtime() -> None:
         _log.info("no CUDA device: kernels run in Triton's interpreter (TRITON_INTERPRET=1)")
 
 
-def require_working_interpreter() -> None:
-    """Raise where kernels are to be interpreted and cannot be.
+def require_runnable(device: torch.device) -> None:
+    """Raise where kernels cannot run on a device in this process.
 
     Raises:
-        EnvironmentUnsupportedError: Triton was imported before the interpreter was chosen; or it
-            is older than 3.7, with numpy 2.4 or newer, which refuses one-element arrays as bounds.
+        EnvironmentUnsupportedError: kernels are compiled, and the device is no GPU. Or they are
+            interpreted, and Triton was imported before that was chosen, or is older than 3.7, with
+            numpy 2.4 or newer, which refuses one-element arrays as bounds.
     """
     import numpy
     import triton
@@ -42,6 +43,11 @@ def require_working_interpreter() -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     if not knobs.runtime.interpret:
+        if device.type != "cuda":
+            raise EnvironmentUnsupportedError(
+                f"expected a cuda device, as kernels are compiled in this process, got {device}; "
+                "set TRITON_INTERPRET=1 before the start to interpret them"
+            )
         return
     if not isinstance(tl.sum, InterpretedFunction):
         raise EnvironmentUnsupportedError(

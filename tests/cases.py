@@ -112,7 +112,7 @@ def cases(draw: Callable, max_ranks: int = 8, max_tokens: int = 12, max_hidden: 
     num_local = draw(st.integers(1, 3))
     return Case(
         num_local_experts=num_local,
-        top_k=draw(st.integers(1, min(6, num_local * world_size))),
+        top_k=draw(st.integers(1, num_local * world_size)),
         hidden_dim=draw(st.integers(1, max_hidden)),
         tokens=tuple(draw(st.lists(st.integers(0, max_tokens), min_size=world_size, max_size=world_size))),
         skew=draw(st.sampled_from(["none", "none", "one_expert", "one_rank"])),

@@ -110,6 +110,13 @@ def assert_published_last(ttir: str, access: str, where: str) -> None:
     assert len(counted) == 1, where
     assert published, where
     assert max(accesses) < counted[0] < min(published), where
+    # Triton puts no barrier ahead of an atomic: without these, one thread's would overtake the
+    # accesses of the others, or they would overtake its acquire.
+    for n, line in enumerate(lines):
+        if "acq_rel, gpu" in line or "release, sys" in line:
+            assert "barrier" in lines[n - 1], (where, line)
+        if "acquire, sys" in line:
+            assert "barrier" in lines[n + 1], (where, line)
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)

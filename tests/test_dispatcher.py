@@ -189,6 +189,6 @@ def test_a_failed_dispatcher_refuses_work_with_the_same_error():
         with pytest.raises(
             symm_a2a.ExchangeError, match="rank 0 waited for its counts in dispatch, lane 0, epoch 1"
         ):
-            lonely.dispatch(*arguments())
+            lonely.dispatch(*arguments(), lane=1)
         aborted = world.dispatchers[1].arena.lanes[0].channel.abort_W
         assert aborted.tolist() == [1, 0]

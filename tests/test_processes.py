@@ -141,13 +141,14 @@ def test_bfloat16_errors_against_the_standard_path(device):
 
 
 def two_groups(rank, group):
+    device = device_of(group)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[rank // 2]
     place = dist.get_rank(mine)
     with SymmTokenDispatcher(config(), mine) as d, AllToAllTokenDispatcher(config(), mine) as base:
         for step in range(3):
-            x, scores, ids = inputs(rank, step, torch.float32, "cpu")
-            weight = weights(place, 2, torch.float32, "cpu")
+            x, scores, ids = inputs(rank, step, torch.float32, device)
+            weight = weights(place, 2, torch.float32, device)
             ours = forward_backward(d, x, scores, ids, weight)
             theirs = forward_backward(base, x, scores, ids, weight)
             assert torch.equal(ours[0], theirs[0])
@@ -155,8 +156,11 @@ def two_groups(rank, group):
     return True
 
 
-def test_two_groups_at_once():
-    assert run_ranks(two_groups, 4) == [True] * 4
+@pytest.mark.parametrize("device", BOTH)
+def test_two_groups_at_once(device):
+    if device == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 CUDA devices")
+    assert run_ranks(two_groups, 4, device=device) == [True] * 4
 
 
 def segments() -> list[str]:
@@ -300,13 +304,13 @@ def test_a_rank_without_a_backward_is_told_and_so_are_its_peers(how):
 
 def some_need_gradients(rank, group):
     """Inputs that need gradients on one rank only, scores that need none, weights of the experts."""
-    W = dist.get_world_size(group)
-    weight = weights(rank, W, torch.float64, "cpu")
+    device = device_of(group)
+    weight = weights(rank, dist.get_world_size(group), torch.float64, device)
     results = []
     for dispatcher in (SymmTokenDispatcher(config(dtype=torch.float64), group), None):
         grads = []
         for x_needs, out_used in ((rank == 0, True), (False, rank != 1), (True, False)):
-            x, scores, ids = inputs(rank, 3, torch.float64, "cpu", tokens=6)
+            x, scores, ids = inputs(rank, 3, torch.float64, device, tokens=6)
             scores = scores.double()
             local = weight.clone().requires_grad_()
             x = x.requires_grad_(x_needs)
@@ -322,8 +326,9 @@ def some_need_gradients(rank, group):
     return True
 
 
-def test_gradients_where_only_some_are_needed():
-    assert run_ranks(some_need_gradients, 2) == [True] * 2
+@pytest.mark.parametrize("device", BOTH)
+def test_gradients_where_only_some_are_needed(device):
+    assert run_ranks(some_need_gradients, 2, device=device) == [True] * 2
 
 
 def disagree(rank, group):
@@ -359,8 +364,8 @@ def two_lanes(rank, group):
     """Both lanes in flight at once, joined in order; the backward too."""
     results = []
     with SymmTokenDispatcher(config(dtype=torch.float64), group) as d:
-        batches = [inputs(rank, step, torch.float64, "cpu") for step in range(2)]
-        weight = weights(rank, 2, torch.float64, "cpu")
+        batches = [inputs(rank, step, torch.float64, device_of(group)) for step in range(2)]
+        weight = weights(rank, 2, torch.float64, device_of(group))
         for overlapped in (True, False):
             xs = [x.clone().requires_grad_() for x, _, _ in batches]
             local = weight.clone().requires_grad_()
@@ -384,5 +389,38 @@ def two_lanes(rank, group):
     return True
 
 
-def test_two_lanes_in_flight():
-    assert run_ranks(two_lanes, 2) == [True, True]
+@pytest.mark.parametrize("device", BOTH)
+def test_two_lanes_in_flight(device):
+    assert run_ranks(two_lanes, 2, device=device) == [True, True]
+
+
+def compiled_with_idle_ranks(rank, group, backend):
+    """A compiled layer whose ranks have no tokens in turn: a graph may not drop their exchange."""
+    torch.manual_seed(0)
+    device = device_of(group)
+    with SymmTokenDispatcher(config(timeout=10), group) as dispatcher:
+        router = torch.nn.Linear(D, E).to(device)
+
+        def layer(x):
+            scores, ids = router(x).softmax(-1).topk(K)
+            rows, _, handle = dispatcher.dispatch(x, scores, ids)
+            return x + dispatcher.combine(torch.tanh(rows), handle)
+
+        compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+        for step, tokens in enumerate(((5, 7), (0, 4), (3, 0), (1, 1), (0, 0), (6, 2))):
+            x = inputs(rank, step, torch.float32, device, tokens=tokens[rank])[0]
+            results = []
+            for run in (compiled, layer):
+                leaf = x.clone().requires_grad_()
+                out = run(leaf)
+                (out**2).sum().backward()
+                with torch.no_grad():
+                    results.append((out.detach(), leaf.grad, run(x)))
+            torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    return True
+
+
+@pytest.mark.parametrize("device", BOTH)
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_layers_on_ranks_without_tokens(device, backend):
+    assert run_ranks(compiled_with_idle_ranks, 2, backend, device=device) == [True, True]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import symm_a2a
 from symm_a2a import runtime
@@ -33,6 +34,12 @@ def test_a_choice_in_the_environment_stays():
     assert done.stdout.strip() == "0"
 
 
+def test_compiled_kernels_want_a_gpu_and_say_so():
+    done = python(f"import symm_a2a; {CREATE}", TRITON_INTERPRET="0")
+    assert "EnvironmentUnsupportedError" in done.stderr
+    assert "set TRITON_INTERPRET=1" in done.stderr
+
+
 def test_triton_imported_first_is_named_not_a_riddle():
     done = python(f"import triton.language, symm_a2a; {CREATE}")
     assert "EnvironmentUnsupportedError" in done.stderr
@@ -48,7 +55,7 @@ def test_an_interpreter_that_numpy_refuses_is_named(monkeypatch, triton_version,
     monkeypatch.setattr("triton.__version__", triton_version)
     monkeypatch.setattr("numpy.__version__", numpy_version)
     if works:
-        runtime.require_working_interpreter()
+        runtime.require_runnable(torch.device("cpu"))
     else:
         with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match=r"numpy < 2\.4"):
-            runtime.require_working_interpreter()
+            runtime.require_runnable(torch.device("cpu"))

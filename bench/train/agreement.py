@@ -79,25 +79,34 @@ def compare(first: Curves, second: Curves) -> Agreement:
         >>> compare(one, Curves(losses=[3.0, 2.0], loads=[[2, 2], [3, 1]])).text
         '... Step 2: 1 slots went to other experts; rounding moves 0 at most'
     """
-    parted_at, fault = None, None
-    for step, (a, b) in enumerate(zip(first.losses, second.losses, strict=True)):
-        moved = sum(abs(m - n) for m, n in zip(first.loads[step], second.loads[step], strict=True)) // 2
-        if moved and parted_at is None:
-            parted_at, most = step, MOST_MOVED if step >= CALM else 0
-            if moved > most:
-                fault = fault or f"{moved} slots went to other experts; rounding moves {most} at most"
-        tolerance = ROUNDING if parted_at is None else PARTED
-        # The negation: a loss that is not a number differs.
-        if not abs(a - b) <= tolerance * max(abs(a), abs(b)):
-            fault = fault or f"the losses are {a:.7f} and {b:.7f}; rounding explains {tolerance:.0e} of them"
-        if fault:
-            break
-    largest = max(abs(a - b) for a, b in zip(first.losses, second.losses, strict=True))
-    if fault:
-        text = f"the trainings differ by more than rounding. Step {step + 1}: {fault}"
+    moved_S = [
+        sum(abs(m - n) for m, n in zip(a, b, strict=True)) // 2
+        for a, b in zip(first.loads, second.loads, strict=True)
+    ]
+    parted_at = next((step for step, moved in enumerate(moved_S) if moved), None)
+    differences = [abs(a - b) for a, b in zip(first.losses, second.losses, strict=True)]
+    fault = _first_fault(first.losses, second.losses, moved_S, parted_at)
+    if fault is not None:
+        text = f"the trainings differ by more than rounding. {fault}"
     else:
         routing = "every token went to the same experts"
         if parted_at is not None:
             routing = f"from step {parted_at + 1} on, rounding sent tokens to other experts"
-        text = f"the trainings agree: their losses differ by {largest:.1e} at most, and {routing}"
-    return Agreement(fault is None, largest, parted_at, text)
+        text = f"the trainings agree: their losses differ by {max(differences):.1e} at most, and {routing}"
+    return Agreement(fault is None, max(differences), parted_at, text)
+
+
+def _first_fault(
+    first: list[float], second: list[float], moved_S: list[int], parted_at: int | None
+) -> str | None:
+    """Return what rounding does not explain, where it first shows; None if it explains everything."""
+    for step, (a, b) in enumerate(zip(first, second, strict=True)):
+        if step == parted_at:
+            most = MOST_MOVED if step >= CALM else 0
+            if moved_S[step] > most:
+                return f"Step {step + 1}: {moved_S[step]} slots went to other experts; rounding moves {most} at most"
+        tolerance = ROUNDING if parted_at is None or step < parted_at else PARTED
+        # The negation: a loss that is not a number differs.
+        if not abs(a - b) <= tolerance * max(abs(a), abs(b)):
+            return f"Step {step + 1}: the losses are {a:.7f} and {b:.7f}; rounding explains {tolerance:.0e} of them"
+    return None

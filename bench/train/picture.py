@@ -120,7 +120,7 @@ def _draw_losses(axes: Axes, trainings: dict[str, Training], landmarks: Sequence
 
 def _draw_difference(axes: Axes, first: Training, second: Training) -> None:
     losses = np.array(first.losses)
-    difference, zero = np.abs(losses - second.losses), 1e-8
+    difference, zero = np.nan_to_num(np.abs(losses - second.losses), nan=1.0), 1e-8
     step = np.arange(1, len(losses) + 1)
     equal = difference == 0
     axes.plot(step[equal], np.full(equal.sum(), zero), "o", color=PALE, markersize=3)
@@ -131,13 +131,12 @@ def _draw_difference(axes: Axes, first: Training, second: Training) -> None:
         ha="right", va="bottom",
     )  # fmt: skip
     axes.set_yscale("log")
-    axes.set_ylim(zero / 3, max(1e-4, 3 * np.nanmax(difference)))
     powers = range(-6, 1, 2)
     axes.set_yticks(
         [zero, *(10.0**power for power in powers)], ["0", *(f"$10^{{{power}}}$" for power in powers)]
     )
     axes.minorticks_off()
-    axes.set_ylim(zero / 3, max(1e-4, 3 * np.nanmax(difference)))
+    axes.set_ylim(zero / 3, max(1e-4, 3 * difference.max()))
     axes.set_xlabel("step")
     axes.set_ylabel("difference")
     axes.yaxis.set_label_coords(-0.095, 0.5)
@@ -147,7 +146,7 @@ def _draw_sent(axes: Axes, training: Training) -> None:
     sent_WW = np.array(training.sent)
     ranks, even = len(sent_WW), max(1.0, sent_WW.mean())
     colours = LinearSegmentedColormap.from_list("rows", ["#FFFFFF", "#9CCBEA", "#3E9BD1"])
-    middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 10.5}
+    middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": min(10.5, 95 / (ranks + 1))}
     for sender in range(ranks):
         for receiver in range(ranks):
             rows = sent_WW[sender, receiver]
