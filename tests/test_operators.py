@@ -268,3 +268,16 @@ def test_built_under_a_meta_device_and_inference_mode():
     rows, _, handle = dispatcher.dispatch(x, torch.ones(5, K), torch.randint(E, (5, K)))
     dispatcher.combine(rows, handle).sum().backward()
     torch.testing.assert_close(x.grad, torch.full((5, D), 2.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [5, 0])
+def test_a_compiled_backward_runs_where_no_input_needs_a_gradient(backend, tokens):
+    """The peers' inputs may need gradients: only the anchor keeps the exchange in this rank's graph."""
+    torch._dynamo.reset()
+    dispatcher, (layer, _) = blocks("exact")
+    layer.router.requires_grad_(False)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    before = exchanges(dispatcher)
+    compiled(torch.randn(tokens, D)).sum().backward()
+    assert exchanges(dispatcher) == [n + 2 for n in before]

@@ -424,3 +424,58 @@ def compiled_with_idle_ranks(rank, group, backend):
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_layers_on_ranks_without_tokens(device, backend):
     assert run_ranks(compiled_with_idle_ranks, 2, backend, device=device) == [True, True]
+
+
+def wait_as_on_a_gpu():
+    """Let kernels wait and the host not: the CUDA backend's protocol, in the interpreter."""
+    from symm_a2a.memory.host import HostMemory
+
+    HostMemory.host_waits, HostMemory.spins = False, True
+
+
+def waits_in_kernels(rank, group, capacity):
+    wait_as_on_a_gpu()
+    W = dist.get_world_size(group)
+    weight = weights(rank, W, torch.float32, "cpu")
+    cfg = config(capacity=capacity)
+    with SymmTokenDispatcher(cfg, group) as ours, AllToAllTokenDispatcher(config(), group) as theirs:
+        for step in range(4):
+            x, scores, ids = inputs(rank, step, torch.float32, "cpu")
+            time.sleep(0.05 * ((rank + step) % W))
+            lane = (None, 0, 1)[step % 3]
+            mine = forward_backward(ours, x, scores, ids, weight, lane)
+            base = forward_backward(theirs, x, scores, ids, weight)
+            assert torch.equal(mine[0][: len(base[0])], base[0])
+            assert torch.equal(mine[1], base[1])
+            torch.testing.assert_close(mine[2:], base[2:], rtol=1e-5, atol=1e-5)
+            # One direction twice in a row: the credit is waited for by a kernel of its own.
+            rows, _, handle = ours.dispatch(x, scores, ids)
+            first = ours.combine(rows, handle)
+            time.sleep(0.05 * ((rank + step) % W))
+            assert torch.equal(ours.combine(rows, handle), first)
+    return True
+
+
+@pytest.mark.parametrize("capacity", ["exact", 3 * C * K])
+def test_kernels_that_wait_as_on_a_gpu(capacity):
+    assert run_ranks(waits_in_kernels, 2, capacity) == [True, True]
+
+
+def kernel_gives_up(rank, group):
+    wait_as_on_a_gpu()
+    dispatcher = SymmTokenDispatcher(config(timeout=0.002, capacity=40), group)
+    x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=5)
+    message = None
+    if rank == 0:
+        try:
+            dispatcher.dispatch(x, scores, ids)
+        except symm_a2a.PeerTimeoutError as error:
+            message = str(error)
+    dist.barrier(group)
+    dispatcher.close()
+    return message
+
+
+def test_a_kernel_stops_waiting_and_names_the_peer():
+    message, _ = run_ranks(kernel_gives_up, 2)
+    assert message.startswith("rank 0 waited for its copies in dispatch, lane 0, epoch 1, but peer 1 did not")

@@ -24,7 +24,7 @@ def spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=24)
+@settings(max_examples=20)
 @given(
     case=cases(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
@@ -42,7 +42,7 @@ def test_dispatch_moves_every_row_to_its_place(device, case, dtype, capacity, co
     with VirtualWorld(cfg, case.world_size, device) as world:
         if small:
             use_small_blocks(world)
-        for lane in (0, 1, 0):
+        for lane in (0, 1):
             inputs = [xs, scores, ids] if contiguous else [spread(xs), spread(scores), spread(ids)]
             inputs = [[t.to(device) for t in tensors] for tensors in inputs]
             rows, counts, handles = world.dispatch(*inputs, lane=lane)
@@ -51,7 +51,6 @@ def test_dispatch_moves_every_row_to_its_place(device, case, dtype, capacity, co
                 assert torch.equal(rows[rank].cpu(), expected_rows[rank])
             copies = torch.stack([handle.copies_sent_W.cpu() for handle in handles])
             assert torch.equal(copies.long(), reference.count_copies(ids, case.num_experts))
-            world.combine(rows, handles)
 
 
 def leaves(tensors: list, device: str) -> list:
