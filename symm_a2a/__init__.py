@@ -28,9 +28,8 @@ from symm_a2a.errors import (  # noqa: E402
     SymmA2AError,
 )
 from symm_a2a.ops import checkpoint_ops  # noqa: E402
+from symm_a2a.version import __version__  # noqa: E402
 from symm_a2a.virtual import VirtualWorld  # noqa: E402
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CapacityError",
@@ -52,6 +51,7 @@ __all__ = [
     "SymmA2AError",
     "SymmTokenDispatcher",
     "VirtualWorld",
+    "__version__",
     "baselines",
     "checkpoint_ops",
     "reference",

@@ -18,6 +18,7 @@ import triton
 
 from symm_a2a.kernels.blocks import INTERPRETED
 from symm_a2a.memory import choose_backend
+from symm_a2a.version import __version__
 
 Value = TypeVar("Value")
 
@@ -165,11 +166,9 @@ def _versions(probe: Callable[..., Any]) -> dict[str, str | None]:
         number = torch._C._cuda_getDriverVersion()  # pyright: ignore[reportAttributeAccessIssue]
         return f"{number // 1000}.{number % 1000 // 10}"
 
-    import symm_a2a
-
     has_driver = probe(torch.cuda.is_available, False) and not torch.version.hip
     return {
-        "symm_a2a": symm_a2a.__version__,
+        "symm_a2a": __version__,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "numpy": numpy.__version__,

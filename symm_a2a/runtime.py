@@ -16,8 +16,8 @@ def choose_runtime() -> None:
     """Turn Triton's interpreter on where there is no GPU and nobody has decided.
 
     Triton reads `TRITON_INTERPRET` when a kernel is decorated, its own at its import: this runs
-    at our import, and nothing here may import Triton before. A value that is set already stays: `TRITON_INTERPRET=0` compiles without a GPU, `=1`
-    interprets beside one.
+    at our import, and nothing here may import Triton before. A value that is set already stays:
+    `TRITON_INTERPRET=0` compiles without a GPU, `=1` interprets beside one.
     """
     if "TRITON_INTERPRET" in os.environ:
         _log.info("TRITON_INTERPRET=%s is set: left as it is", os.environ["TRITON_INTERPRET"])
@@ -51,8 +51,8 @@ def require_runnable(device: torch.device) -> None:
         return
     if not isinstance(tl.sum, InterpretedFunction):
         raise EnvironmentUnsupportedError(
-            "expected Triton's interpreter to be chosen before Triton is imported, got Triton imported first; "
-            "import symm_a2a before the modules that import Triton, or set TRITON_INTERPRET=1"
+            "expected Triton's interpreter to be chosen before Triton is imported, got Triton imported "
+            "first; import symm_a2a before the modules that import it, or set TRITON_INTERPRET=1"
         )
     if _version(triton.__version__) < (3, 7) and _version(numpy.__version__) >= (2, 4):
         raise EnvironmentUnsupportedError(

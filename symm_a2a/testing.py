@@ -30,6 +30,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, TypeVar
 
@@ -298,30 +299,34 @@ def _context(device: str) -> Any:
     """Return the multiprocessing context to start ranks with."""
     # A process that has so much as asked whether there is a GPU, as imports do, has no children that can
     # use one. And what the server's modules read at their import is settled.
-    if device == "cuda" or _import_time_settings() != _server_settings():
+    if device == "cuda" or os.environ.get("TRITON_INTERPRET") != _server_settings():
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
     # Ranks import the caller's main module again, which is pytest's own under `python -m pytest`.
-    context.set_forkserver_preload([*_PRELOAD, *(["pytest"] if "pytest" in sys.modules else [])])
-    return context
-
-
-def _import_time_settings() -> str | None:
-    """Return the environment variable that kernels read when they are imported."""
-    return os.environ.get("TRITON_INTERPRET")
+    forkserver.set_forkserver_preload([*_PRELOAD, *(["pytest"] if "pytest" in sys.modules else [])])
+    # The server inherits that interrupts are held back: one from the terminal would end its imports with
+    # a traceback. The tracker, which it starts as well, would let them through again.
+    resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return multiprocessing.get_context("forkserver")
 
 
 @functools.cache
 def _server_settings() -> str | None:
-    """Return what `_import_time_settings` was when the fork server was first used, and started."""
-    return _import_time_settings()
+    """Return the variable that kernels read at their import, as it was when the fork server started."""
+    return os.environ.get("TRITON_INTERPRET")
 
 
 def _run_rank(number: int, setup: _Setup, call: bytes, pipe: Connection, stacks: Connection) -> None:
     """Be a rank: run the function, report, wait to be released, leave the group, report again."""
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    # An interrupt from the terminal reaches the caller too, which ends its ranks.
+    # An interrupt from the terminal reaches the caller too, which ends its ranks. One that was held back
+    # so far, see `_context`, is dropped.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable(stacks.fileno())
     faulthandler.register(signal.SIGUSR1, stacks.fileno())
     os.environ.clear()
@@ -367,27 +372,19 @@ def _join_group(number: int, setup: _Setup) -> dist.ProcessGroup:
     # Longer than the caller waits, which says more about who hangs, and where.
     patience = timedelta(seconds=setup.timeout + 30)
     store = dist.TCPStore("127.0.0.1", setup.port, is_master=False, timeout=patience)
+    ours: dict[str, Any] = dict(store=store, rank=number, world_size=setup.world_size, timeout=patience)
     if setup.device == "cuda":
         if torch.cuda.device_count() < setup.world_size:
             raise EnvironmentUnsupportedError(
                 f"expected a GPU per rank, got {torch.cuda.device_count()} GPUs for {setup.world_size} ranks"
             )
         torch.cuda.set_device(number)
-        dist.init_process_group(
-            "nccl",
-            store=store,
-            rank=number,
-            world_size=setup.world_size,
-            timeout=patience,
-            device_id=torch.device("cuda", number),
-        )
+        dist.init_process_group("nccl", device_id=torch.device("cuda", number), **ours)
     else:
         if sys.platform == "linux":
             # gloo looks the host's name up otherwise, and not every machine knows its own.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo", store=store, rank=number, world_size=setup.world_size, timeout=patience
-        )
+        dist.init_process_group("gloo", **ours)
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 

@@ -93,10 +93,10 @@ def use_small_blocks(world: symm_a2a.VirtualWorld) -> None:
             layout = lane.layout
             small = Blocks(
                 tokens=4,
-                strip=4,
+                strip=padded(layout.top_k),
                 sums=2,
-                copies=4,
-                rows=2,
+                copies=8,
+                rows=4,
                 columns=16,
                 peers=min(2, padded(layout.world_size)),
                 slots=min(2, padded(layout.top_k)),

@@ -15,6 +15,7 @@ import torch
 
 from bench.train import command, meter
 from bench.train.agreement import CALM, MOST_MOVED, compare
+from bench.train.corpus import draw_windows
 from bench.train.options import Options
 from bench.train.ranks import DISPATCHERS, Trainer, exchange_config, train_rank
 from bench.train.results import Training
@@ -89,22 +90,8 @@ def test_same_seed_same_curve():
 
 
 def test_command_writes_picture_and_figures(tmp_path):
-    arguments = [
-        "--ranks",
-        "2",
-        "--steps",
-        "12",
-        "--tokens",
-        "32",
-        "--context",
-        "16",
-        "--layers",
-        "1",
-        "--experts",
-        "4",
-        "--dim",
-        "16",
-    ]
+    sizes = {"ranks": 2, "steps": 12, "tokens": 32, "context": 16, "layers": 1, "experts": 4, "dim": 16}
+    arguments = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     files = ["--out", str(tmp_path / "new"), "--json", str(tmp_path / "figures" / "train.json")]
     done = subprocess.run(
         [sys.executable, "-m", "bench", "train", *arguments, *files], cwd=ROOT, capture_output=True, text=True
@@ -125,8 +112,7 @@ def test_command_writes_picture_and_figures(tmp_path):
     assert figures["slots"] == 12 * 2 * 32 * 2
     # With both experts of some tokens on one rank, and never fewer than a copy per token.
     assert figures["slots"] / 2 < figures["copies"] < figures["slots"]
-    sizes = Options(ranks=2, tokens=32, experts=4, dim=16)
-    assert figures["symmetric_bytes"] == exchange_config(sizes).symmetric_bytes(2)
+    assert figures["symmetric_bytes"] == exchange_config(Options(**sizes)).symmetric_bytes(2)
 
 
 class SwapsTwoRows(SymmTokenDispatcher):
@@ -148,7 +134,7 @@ class LosesAScoresGradient(SymmTokenDispatcher):
 
 @pytest.mark.parametrize("wrong", [SwapsTwoRows, LosesAScoresGradient])
 def test_a_wrong_dispatcher_fails(wrong, tmp_path, capsys):
-    options = replace(TINY, layers=1, out=tmp_path)
+    options = replace(TINY, layers=1, steps=4, out=tmp_path)
     assert command.run(options, {**DISPATCHERS, "symm": wrong}) == 1
     assert "differ by more than rounding" in capsys.readouterr().out
     assert (tmp_path / "train.png").exists()
@@ -194,9 +180,10 @@ FALLING = [5.0 - 0.1 * step for step in range(20)]
     ("agree", "factor", "since", "moved"),
     [
         (True, 1.0, 0, {}),
-        (True, 1 + 3e-7, 0, {}),
-        (False, 1 + 5e-6, 0, {}),
-        (False, 1 + 5e-6, 19, {}),
+        (True, 1 + 2e-7, 0, {}),
+        (False, 1 + 5e-6, CALM - 1, {}),
+        (True, 1 + 5e-6, CALM, {}),
+        (False, 1 + 5e-5, 19, {}),
         (False, math.nan, 19, {}),
         (True, 1.01, CALM, {CALM: MOST_MOVED}),
         (False, 1.01, CALM, {CALM + 1: 1}),
@@ -269,3 +256,15 @@ def test_examples(name):
     failed, tried = doctest.testmod(module, optionflags=flags)
     assert tried > 0
     assert failed == 0
+
+
+def test_windows_are_pieces_of_the_text():
+    text = torch.arange(50, dtype=torch.uint8)
+    windows = draw_windows(text, 3, 4, 200, 9)
+    assert windows.shape == (200, 10)
+    assert torch.equal(windows, windows[:, :1] + torch.arange(10))
+    assert windows.min() == 0
+    assert windows.max() == 49
+    assert torch.equal(windows, draw_windows(text, 3, 4, 200, 9))
+    for seed, step in ((3, 5), (2, 4)):
+        assert not torch.equal(windows, draw_windows(text, seed, step, 200, 9))

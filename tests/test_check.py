@@ -13,6 +13,10 @@ import torch
 
 from symm_a2a import SymmTokenDispatcher, check, environment, reference
 from symm_a2a.__main__ import main
+from symm_a2a.check.compare import mismatch
+from symm_a2a.check.inputs import draw_inputs, lay_out
+from symm_a2a.check.journal import Journal
+from symm_a2a.testing import RankError, RankFailure
 
 RANKS = 2
 
@@ -25,7 +29,7 @@ def a_case_that_shows_it(rank):
             step.routing == "distinct" and step.tokens[rank] > 3 and not step.special
             for one in case.rounds
             for step in one.steps
-            if one.form == "sync" and case.layers[step.layer][0] == "exact"
+            if one.form == "sync" and one.backward != "none" and case.layers[step.layer][0] == "exact"
         ]
         if any(shown) and len(case.steps) == 1:
             return seed
@@ -125,7 +129,7 @@ def raising(rank, group, *arguments):
 )
 def test_a_fault_is_found_and_described(capsys, monkeypatch, fault, what):
     seed = a_case_that_shows_it(rank=1)
-    monkeypatch.setattr(check, "run_cases", fault)
+    monkeypatch.setattr("symm_a2a.check.run.run_cases", fault)
     code, found = run_check(capsys, "--seconds", "0", "--seed", str(seed))
     assert code == 1
     assert not found["passed"]
@@ -136,13 +140,34 @@ def test_a_fault_is_found_and_described(capsys, monkeypatch, fault, what):
 
 
 def test_a_failure_is_told_to_a_reader_with_the_command_that_repeats_it(capsys, monkeypatch):
-    monkeypatch.setattr(check, "run_cases", raising)
+    monkeypatch.setattr("symm_a2a.check.run.run_cases", raising)
     seed = a_case_that_shows_it(rank=1)
     code, out = run_main(capsys, "check", "--ranks", "2", "--seconds", "0", "--seed", str(seed))
     assert code == 1
     assert f"seed {seed}, rank 1: case failed: got ValueError: expected nothing, got a fault" in out
     assert f"check --ranks 2 --seed {seed} --seconds 0" in out
     assert "mismatches  1" in out
+
+
+def test_the_journal_is_read_as_it_is_written_and_blames_the_case_of_the_rank_that_failed(tmp_path):
+    result = check.Result(2, "host", "", "interpreted", seed=7)
+    journal = Journal(str(tmp_path), result)
+
+    def write(rank, text):
+        with open(tmp_path / f"{rank}.jsonl", "a") as file:
+            file.write(text)
+        journal.read()
+        return result.cases, result.steps, result.mismatches
+
+    begin, end = '{"seed": 7}\n', '{"steps": 3, "found": [{"what": "rows"}]}\n'
+    assert write(0, begin) == write(1, begin) == write(0, end[:9]) == (0, 0, 0)
+    assert write(0, end[9:] + '{"seed": 8}\n') == (1, 3, 1)
+    journal.blame(RankError(2, (RankFailure(1, "died"), RankFailure(0, "Traceback"))))
+    assert (result.cases, result.mismatches, result.passed) == (2, 1, False)
+    assert result.details == [
+        {"seed": 7, "what": "rows"},
+        {"seed": 7, "rank": 1, "what": "case failed", "got": "died"},
+    ]
 
 
 def test_an_interrupt_ends_it_with_what_there_is(tmp_path):
@@ -173,10 +198,9 @@ def test_a_seed_gives_the_same_case_and_the_same_tensors():
         case = check.draw_case(seed, 4)
         assert case == check.draw_case(seed, 4)
         for step in case.steps:
-            first, second = check.draw_inputs(case, step), check.draw_inputs(case, step)
-            for name in ("x", "scores", "ids", "weight", "bias", "grad_out"):
-                for a, b in zip(getattr(first, name), getattr(second, name), strict=True):
-                    assert torch.equal(a.nan_to_num(), b.nan_to_num())
+            for first, second in zip(draw_inputs(case, step), draw_inputs(case, step), strict=True):
+                for name, tensor in vars(first).items():
+                    assert mismatch(name, tensor, getattr(second, name), tensor.dtype) == []
 
 
 def test_cases_reach_what_they_are_for():
@@ -189,7 +213,7 @@ def test_cases_reach_what_they_are_for():
         for layer in range(len(case.layers)):
             assert case.config(layer).layout(3).nbytes > 0
         for step in case.steps:
-            ids = check.draw_inputs(case, step).ids
+            ids = [tensors.ids for tensors in draw_inputs(case, step)]
             capacity, pad = case.layers[step.layer]
             routed = reference.route(ids, case.sizes["num_experts"], pad, capacity)
             seen |= {step.routing, *step.strides, f"tokens {min(1, sum(step.tokens))}"}
@@ -197,8 +221,8 @@ def test_cases_reach_what_they_are_for():
             seen |= {"masked slots"} if any((i == -1).any() for i in ids) else set()
             assert all(i.numel() == 0 or i.max() < case.sizes["num_experts"] for i in ids)
     assert seen >= {
-        *("sync", "async", "pipelined", "checkpoint", "checkpoint async", "no_grad"),
-        *("each", "first first", "last first", "together"),
+        *("sync", "async", "pipelined", "checkpoint", "checkpoint async"),
+        *("each", "first first", "last first", "together", "none"),
         *("bfloat16", "float16", "float32", "float64", "1 dispatchers", "2 dispatchers"),
         *("any", "distinct", "skewed", "one expert", "one rank", "local", "masked", "masked slots"),
         *("plain", "transposed", "sliced", "shifted", "expanded", "overflow", "tokens 0", "tokens 1"),
@@ -209,17 +233,18 @@ def test_cases_reach_what_they_are_for():
 @pytest.mark.parametrize("shape", [(3, 4), (0, 4), (1, 1)])
 def test_layouts_keep_the_values(strides, shape):
     values = torch.randn(shape)
-    assert torch.equal(check._laid_out(values, strides), values)
+    assert torch.equal(lay_out(values, strides), values)
 
 
 def test_bits_are_compared():
     nan, zeros = torch.tensor([float("nan"), 0.0]), torch.tensor([0.0, 0.0])
-    assert check._bitwise("x", nan, nan.clone()) == []
-    assert check._bitwise("x", zeros, -zeros)[0]["wrong"] == 2
-    assert check._bitwise("x", nan, zeros)[0] == {
-        "what": "x", "index": (0,), "expected": "0.0", "got": "nan", "wrong": 1, "of": 2
-    }  # fmt: skip
-    assert check._bitwise("x", zeros, zeros.double())[0]["got"] == "(2,) torch.float32"
+    assert mismatch("x", nan, nan.clone(), torch.float32) == []
+    assert mismatch("x", zeros, -zeros, torch.float32)[0]["wrong"] == 2
+    assert mismatch("x", nan, zeros, torch.float32) == [
+        {"what": "x", "index": (0,), "expected": "0.0", "got": "nan", "wrong": 1, "of": 2}
+    ]
+    assert mismatch("x", zeros, zeros.double(), torch.float64)[0]["got"] == "(2,) torch.float32"
+    assert mismatch("x", zeros, zeros[:1], torch.float32)[0]["expected"] == "(1,) torch.float32"
 
 
 def test_sums_are_compared_with_a_bound_and_infinities_without():
@@ -227,12 +252,13 @@ def test_sums_are_compared_with_a_bound_and_infinities_without():
     bound = torch.tensor([0.1, float("inf"), float("nan"), 0.0], dtype=torch.float64)
 
     def wrong(*values):
-        found = check._within("x", torch.tensor(values), exact, bound, torch.float32)
+        found = mismatch("x", torch.tensor(values), exact, torch.float32, bound)
         return found[0]["wrong"] if found else 0
 
     assert wrong(1.05, float("inf"), float("nan"), -0.0) == 0
     assert wrong(1.2, float("inf"), float("nan"), 0.0) == 1
     assert wrong(float("nan"), float("-inf"), 0.0, 1e-30) == 4
+    assert mismatch("x", exact, exact, torch.float32, bound)[0]["got"] == "(4,) torch.float64"
 
 
 def test_the_report_names_the_backend(capsys):

@@ -101,7 +101,7 @@ def rounding_errors(rank, group):
     ours = SymmTokenDispatcher(config(dtype=low), group)
     base = AllToAllTokenDispatcher(config(dtype=low), group)
     squares = torch.zeros(2, 3, dtype=torch.float64)
-    for step in range(4):
+    for step in range(2):
         x, scores, ids = inputs(rank, step, low, device, tokens=C)
 
         def of_slot(rows, k, ids=ids):
@@ -269,6 +269,26 @@ def test_a_late_peer_is_named_and_learns_that_it_was_given_up():
     )
     # What rank 0 had sent is still good; what it will not send is not waited for.
     assert gone.endswith("but peer 0 gave up before it took part")
+
+
+def fails_in_its_own_code(rank, group):
+    x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=5)
+    began = time.monotonic()
+    try:
+        with SymmTokenDispatcher(config(), group) as dispatcher:
+            rows, _, handle = dispatcher.dispatch(x, scores, ids)
+            if rank == 1:
+                raise ZeroDivisionError("a bug of the caller's")
+            dispatcher.combine(rows, handle)
+    except (ZeroDivisionError, symm_a2a.PeerLostError) as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+
+
+def test_an_exception_on_one_rank_ends_the_others_at_once():
+    (lost, message, seconds), (own, _, _) = run_ranks(fails_in_its_own_code, 2)
+    assert (lost, own) == ("PeerLostError", "ZeroDivisionError")
+    assert message.endswith("in combine, lane 0, epoch 1, but peer 1 gave up before it took part")
+    assert seconds < 10, "well before the timeout"
 
 
 def skips_its_backward(rank, group, how):

@@ -10,7 +10,10 @@ import torch
 import symm_a2a
 from symm_a2a import runtime
 
-CREATE = "symm_a2a.SymmTokenDispatcher(symm_a2a.EPConfig(num_experts=2, top_k=1, hidden_dim=4, max_tokens_per_rank=2))"
+CREATE = (
+    "symm_a2a.SymmTokenDispatcher("
+    "symm_a2a.EPConfig(num_experts=2, top_k=1, hidden_dim=4, max_tokens_per_rank=2))"
+)
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:

@@ -149,6 +149,7 @@ def test_a_timeout_says_which_ranks_and_where_they_were(tmp_path):
 
 
 def end_one(rank, group, how):
+    dist.barrier(group)  # A rank that joins late would fail in joining.
     if rank == 0:
         if how == "exit":
             os._exit(0)
@@ -296,3 +297,50 @@ def test_an_interrupted_or_killed_caller_leaves_no_rank(tmp_path, how):
     if how == signal.SIGINT:
         assert "KeyboardInterrupt" in errors
     assert wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def server_of(caller):
+    """Return the pid of a caller's fork server once it imports torch, or None."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            is_server = "multiprocessing.forkserver" in (folder / "cmdline").read_text()
+            if parent == caller and is_server and "libtorch" in (folder / "maps").read_text():
+                return int(folder.name)
+    return None
+
+
+def test_an_interrupt_from_the_terminal_is_the_callers_while_the_server_starts(tmp_path):
+    here = Path(__file__).parent
+    script = tmp_path / "caller.py"
+    script.write_text(CALLER.format(paths=[str(here), str(here.parent)], folder=str(tmp_path)))
+    caller = subprocess.Popen(
+        [sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert wait_until(lambda: server_of(caller.pid) or caller.poll() is not None)
+        server = server_of(caller.pid)
+        assert server is not None
+        assert noted_pids(tmp_path) == []
+        os.killpg(caller.pid, signal.SIGINT)
+        errors = caller.communicate(timeout=60)[1]
+    finally:
+        caller.kill()
+        caller.wait()
+    assert caller.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == 1, errors
+    assert wait_until(lambda: not alive(server))
+    assert noted_pids(tmp_path) == []
+
+
+def interrupt_oneself(rank, group):
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    return ignored, blocked
+
+
+def test_a_rank_ignores_interrupts_and_may_choose_not_to():
+    assert run_ranks(interrupt_oneself, 1) == [(True, set())]

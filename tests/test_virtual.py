@@ -24,7 +24,7 @@ def spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(
     case=cases(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
@@ -58,7 +58,7 @@ def leaves(tensors: list, device: str) -> list:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     case=cases(max_ranks=5, max_tokens=9, max_hidden=20),
     capacity=st.sampled_from(["exact", 9, 100]),
@@ -100,7 +100,7 @@ def test_outputs_and_all_gradients_equal_the_oracle(device, case, capacity, smal
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradcheck_from_dispatch_to_combine(device):
-    case = replace(CASE, top_k=2, hidden_dim=2, tokens=(2, 0, 3))
+    case = replace(CASE, top_k=2, hidden_dim=2, tokens=(2, 0, 1))
     ids = [i.to(device) for i in case.ids()]
     cfg = case.config(dtype=torch.float64, pad_multiple=2)
     W = case.world_size

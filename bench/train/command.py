@@ -62,12 +62,11 @@ def run(options: Options, factories: Mapping[str, DispatcherFactory] = DISPATCHE
     figures = figures_of(options, trainings, verdict, seconds)
     print("", format_table(trainings, figures), "", *([verdict.text] if verdict else []), sep="\n")
 
-    agree = verdict is None or verdict.agree
-    draw(picture, options, trainings, _landmarks(corpus_N), agree)
+    draw(picture, options, trainings, _landmarks(corpus_N), verdict)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"Wrote {picture}" + (f" and {options.json}" if options.json else ""))
-    return 0 if agree else 1
+    return 0 if verdict is None or verdict.agree else 1
 
 
 @contextlib.contextmanager

@@ -20,9 +20,9 @@ class Options:
 
     ranks: int = 4
     """Processes; the experts are shared out among them."""
-    steps: int = 70
+    steps: int = 50
     """Optimizer steps of each training."""
-    tokens: int = 256
+    tokens: int = 512
     """Tokens (bytes of text) of each rank in each step; a multiple of --context."""
     context: int = 64
     """Tokens of one sequence."""

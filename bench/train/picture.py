@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from bench.train.agreement import ROUNDING
+from bench.train.agreement import Agreement
 from bench.train.options import Options
 from bench.train.results import Training
 
@@ -46,7 +46,7 @@ def draw(
     options: Options,
     trainings: dict[str, Training],
     landmarks: Sequence[tuple[str, float]],
-    agree: bool,
+    agreement: Agreement | None,
 ) -> None:
     """Write the picture of one or two trainings.
 
@@ -55,22 +55,21 @@ def draw(
         options: of the run.
         trainings: by the dispatcher's name; the last two panels show the first.
         landmarks: names and losses of simpler models, to compare with.
-        agree: two trainings do not differ by more than rounding.
+        agreement: of two trainings.
     """
     name, first = next(iter(trainings.items()))
-    both = len(trainings) == 2
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15.5, 5.4), dpi=150, facecolor="white")
         grid = figure.add_gridspec(
             2, 3, width_ratios=[1.2, 0.95, 1.12], height_ratios=[3.1, 1], left=0.052, right=0.985,
             bottom=0.105, top=0.835, wspace=0.19, hspace=0.14,
         )  # fmt: skip
-        losses = figure.add_subplot(grid[0, 0] if both else grid[:, 0])
+        losses = figure.add_subplot(grid[0, 0] if agreement else grid[:, 0])
         _draw_losses(losses, trainings, landmarks)
-        if both:
-            _draw_difference(figure.add_subplot(grid[1, 0], sharex=losses), *trainings.values())
+        if agreement:
+            _draw_difference(figure.add_subplot(grid[1, 0], sharex=losses), agreement)
             losses.tick_params(labelbottom=False)
-            _title(losses, "Two dispatchers, one curve" if agree else "Two dispatchers, two curves")
+            _title(losses, "Two dispatchers, one curve" if agreement.agree else "Two dispatchers, two curves")
         else:
             losses.set_xlabel("step")
             _title(losses, "The loss")
@@ -97,7 +96,8 @@ def _subtitle(axes: Axes, text: str) -> None:
 
 
 def _draw_losses(axes: Axes, trainings: dict[str, Training], landmarks: Sequence[tuple[str, float]]) -> None:
-    first = next(iter(trainings.values())).losses
+    shown = next(iter(trainings))
+    first = trainings[shown].losses
     steps, last = len(first), first[-1]
     for name, look in LOOKS.items():
         if name in trainings:
@@ -107,36 +107,39 @@ def _draw_losses(axes: Axes, trainings: dict[str, Training], landmarks: Sequence
         axes.text(
             steps, value + 0.05, f"{text}: {value:.2f}", color=GREY, fontsize=9, ha="right", va="bottom"
         )
-    axes.annotate(
-        f"{last:.2f}", (steps, last), (0, -9), textcoords="offset points", color=LOOKS["symm"]["color"],
-        fontsize=11, fontweight="bold", ha="right", va="top",
-    )  # fmt: skip
+    place = (steps, min(first[-(steps // 8 + 1) :]))
+    end = {"color": LOOKS[shown]["color"], "fontsize": 11, "fontweight": "bold", "ha": "right", "va": "top"}
+    axes.annotate(f"{last:.2f}", place, (0, -9), textcoords="offset points", **end)
     axes.set_xlim(0, steps + 1)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
     axes.set_ylim(min(1.0, last - 0.5), max(6.0, max(first) + 0.2))
     axes.set_ylabel("loss, nats per byte")
     axes.yaxis.set_label_coords(-0.095, 0.5)
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.9), frameon=False, fontsize=10.5)
 
 
-def _draw_difference(axes: Axes, first: Training, second: Training) -> None:
-    losses = np.array(first.losses)
-    difference, zero = np.nan_to_num(np.abs(losses - second.losses), nan=1.0), 1e-8
-    step = np.arange(1, len(losses) + 1)
+def _draw_difference(axes: Axes, agreement: Agreement) -> None:
+    difference, zero = np.nan_to_num(agreement.differences, nan=1.0, posinf=1.0), 1e-8
+    step = np.arange(1, len(difference) + 1)
     equal = difference == 0
     axes.plot(step[equal], np.full(equal.sum(), zero), "o", color=PALE, markersize=3)
     axes.plot(step[~equal], difference[~equal], "o", color=BLUE, markersize=3.5)
-    axes.plot(step, ROUNDING * losses, **THRESHOLD)
+    axes.plot(step, agreement.allowed, drawstyle="steps-mid", **THRESHOLD)
     axes.text(
-        step[-1], 1.5 * ROUNDING * losses[-1], "what rounding explains", color=GREY, fontsize=9,
-        ha="right", va="bottom",
-    )  # fmt: skip
+        step[0],
+        1.6 * max(agreement.allowed[: len(step) // 2 + 1]),
+        "what rounding explains",
+        color=GREY,
+        fontsize=9,
+        va="bottom",
+    )
     axes.set_yscale("log")
     powers = range(-6, 1, 2)
     axes.set_yticks(
         [zero, *(10.0**power for power in powers)], ["0", *(f"$10^{{{power}}}$" for power in powers)]
     )
     axes.minorticks_off()
-    axes.set_ylim(zero / 3, max(1e-4, 3 * difference.max()))
+    axes.set_ylim(zero / 3, 3 * np.nanmax([3e-4, difference.max(), *agreement.allowed]))
     axes.set_xlabel("step")
     axes.set_ylabel("difference")
     axes.yaxis.set_label_coords(-0.095, 0.5)
@@ -146,7 +149,7 @@ def _draw_sent(axes: Axes, training: Training) -> None:
     sent_WW = np.array(training.sent)
     ranks, even = len(sent_WW), max(1.0, sent_WW.mean())
     colours = LinearSegmentedColormap.from_list("rows", ["#FFFFFF", "#9CCBEA", "#3E9BD1"])
-    middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": min(10.5, 95 / (ranks + 1))}
+    middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": min(10.5, 68 / (ranks + 1))}
     for sender in range(ranks):
         for receiver in range(ranks):
             rows = sent_WW[sender, receiver]
@@ -179,11 +182,11 @@ def _short(count: int) -> str:
     """Return a count in a few characters.
 
     Example:
-        >>> _short(1234), _short(29_163), _short(477_482), _short(4_500_000)
-        ('1,234', '29.2k', '477k', '4.5M')
+        >>> _short(234), _short(29_163), _short(477_482), _short(4_500_000)
+        ('234', '29.2k', '477k', '4.5M')
     """
-    if count < 10_000:
-        return f"{count:,}"
+    if count < 1000:
+        return str(count)
     if count < 1_000_000:
         return f"{count / 1e3:.1f}k" if count < 100_000 else f"{count / 1e3:.0f}k"
     return f"{count / 1e6:.1f}M"

@@ -71,7 +71,7 @@ def figures_of(
         training = trainings.get(name)
         row[f"first_loss_{name}"] = training and training.losses[0]
         row[f"last_loss_{name}"] = training and training.losses[-1]
-    row["max_loss_difference"] = agreement and agreement.largest
+    row["max_loss_difference"] = agreement and max(agreement.differences)
     row["agree"] = agreement and agreement.agree
     row["first_step_routed_differently"] = agreement and agreement.parted_at
     row["copies"] = symm and symm.rows_sent

@@ -29,7 +29,7 @@ def format_table(trainings: dict[str, Training], figures: dict[str, Any]) -> str
         [
             "symmetric memory of a rank",
             *(
-                f"{figures['symmetric_bytes'] / 2**20:.1f} MiB" if name == "symm" else "none"
+                f"{figures['symmetric_bytes'] / 2**10:,.0f} KiB" if name == "symm" else "none"
                 for name in trainings
             ),
         ],
