@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -166,7 +167,9 @@ class _Progress:
         self._bar = None
         self._lines = show and not sys.stderr.isatty()
         if show and not self._lines:
-            self._bar = tqdm(total=steps, desc=self._name, unit="step", dynamic_ncols=True)
+            # Some containers' terminals have no size, where tqdm shows nothing; this gives 80 x 24 then.
+            columns, lines = shutil.get_terminal_size()
+            self._bar = tqdm(total=steps, desc=self._name, unit="step", ncols=columns, nrows=lines)
 
     def advance(self, loss: float) -> None:
         self._done += 1

@@ -17,21 +17,16 @@ def peer_regions(peers_ptr, peer, mask, OFFSET: tl.constexpr, dtype: tl.constexp
 
 
 @triton.jit
-def peer_region(peers_ptr, peer, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """Typed start of one region at one peer, known to be 16-byte aligned."""
-    lane = tl.load(peers_ptr + peer).to(tl.pointer_type(dtype))
-    return tl.multiple_of(lane, 16) + OFFSET // (dtype.primitive_bitwidth // 8)
+def copies_in_turn(first, rank, W: tl.constexpr, BLOCK: tl.constexpr):
+    """Sections and places of a run of copies that takes the sections in turn.
 
+    Copies next to each other belong to different peers, from `rank` on, and the turn starts one
+    section later at every place: ranks in step write to different peers, and no program works
+    for one peer alone.
 
-@triton.jit
-def section_of(index, rank, W: tl.constexpr):
-    """Split a running index into a section and a block within it, all sections in turn.
-
-    Sections start from `rank` and turn by one with every block, so that programs next to each
-    other are at different peers, and one program is not always at the same.
-
-    Example: `W = 4`, rank 1: indices 0 to 5 are sections 1, 2, 3, 0 of block 0, then sections
-    2 and 3 of block 1.
+    Example: `W = 4`, rank 1: copies 0 to 3 are place 0 of sections 1, 2, 3, 0; copies 4 and 5
+    are place 1 of sections 2 and 3.
     """
-    block = index // W
-    return (rank + block + index % W) % W, block
+    index = first + tl.arange(0, BLOCK)
+    place = index // W
+    return (rank + place + index % W) % W, place

@@ -29,7 +29,8 @@ class Blocks:
         strip: slots compared at once with the slots of a block.
         sums: block counts added at once.
         copies: copies whose headers are read together.
-        rows: payload rows of a tile.
+        copy_rows: payload rows of a tile at the experts, one a copy.
+        rows: payload rows of a tile at the origin, one a token.
         columns: payload elements of a row in a tile.
         peers: peers a tile is stored to, or summed over, at once.
         slots: slots of a copy that are summed at once.
@@ -41,6 +42,7 @@ class Blocks:
     strip: int
     sums: int
     copies: int
+    copy_rows: int
     rows: int
     columns: int
     peers: int
@@ -61,15 +63,15 @@ def blocks_for(layout: ArenaLayout) -> Blocks:
     peers, slots = min(8, w_pad), min(8, k_pad)
     if INTERPRETED:
         columns = min(4096, padded(layout.padded_hidden))
-        rows = max(1, min(256, padded(layout.max_tokens), _TILE // (columns * max(peers, k_pad))))
+        most = _TILE // (columns * max(peers, k_pad))
+        copies = max(1, min(1024, padded(layout.max_tokens * layout.world_size), most))
         tokens = max(1, min(256, padded(layout.max_tokens), _TILE // (64 * k_pad)))
         return Blocks(
             tokens=tokens, strip=min(tokens * k_pad, _TILE // (tokens * k_pad)), sums=16,
-            copies=max(32, rows), rows=rows, columns=columns, peers=peers, slots=slots,
-            vector=16 // itemsize, warps=4,
+            copies=copies, copy_rows=copies, rows=max(1, min(512, padded(layout.max_tokens), most)),
+            columns=columns, peers=peers, slots=slots, vector=16 // itemsize, warps=4,
         )  # fmt: skip
-    tokens = max(1, 128 // k_pad)
     return Blocks(
-        tokens=tokens, strip=16, sums=16, copies=32, rows=1, columns=2048 // itemsize,
-        peers=peers, slots=min(4, slots), vector=16 // itemsize, warps=4,
+        tokens=max(1, 128 // k_pad), strip=16, sums=16, copies=32, copy_rows=1, rows=1,
+        columns=2048 // itemsize, peers=peers, slots=min(4, slots), vector=16 // itemsize, warps=4,
     )  # fmt: skip

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import section_of
+from symm_a2a.kernels.addresses import copies_in_turn
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
 from symm_a2a.kernels.flags import (
@@ -29,30 +29,32 @@ _KIND = tl.constexpr(int(Kind.DISPATCH))
 
 @triton.jit
 def _read_headers(
-    headers_ptr, row_of_copy_ptr, score_of_copy_ptr, row_starts, source, first, count, capacity, C,
-    K: tl.constexpr, K_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, BLOCK_C: tl.constexpr,
+    headers_ptr, row_of_copy_ptr, score_of_copy_ptr, row_starts, received, first, rank, capacity, C,
+    K: tl.constexpr, K_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Turn a block of headers into rows and scores, kept for the combine and the backward.
 
     A header's word is `position * L + local expert`, or -1 for a slot that another rank has;
-    the row is the position plus where the rows of (origin, expert) start. Copies past `count`
-    did not come: they have no rows, and scores of zero.
+    the row is the position plus where the rows of (origin, expert) start. Copies that did not
+    come have no rows, and scores of zero.
     """
-    j = first + tl.arange(0, BLOCK_C)
+    source, place = copies_in_turn(first, rank, W, BLOCK_C)
+    came = place < tl.gather(received, source, 0)
     k = tl.arange(0, K_PAD)
     half = tl.arange(0, 2 * K_PAD)
-    copy = source * C + j
+    copy = source * C + place
     header = tl.load(
         headers_ptr + copy[:, None].to(tl.int64) * (2 * K) + half[None, :],
-        mask=(j < count)[:, None] & (half < 2 * K)[None, :], other=0,
+        mask=came[:, None] & (half < 2 * K)[None, :], other=0,
     )  # fmt: skip
     word, score_bits = tl.split(tl.reshape(header, [BLOCK_C, K_PAD, 2]))
     word = word.to(tl.int32)
     slot = tl.maximum(word, 0)
-    start = tl.gather(row_starts, tl.reshape(source * L_PAD + slot % L, [BLOCK_C * K_PAD]), 0)
+    start = tl.gather(row_starts, tl.reshape(source[:, None] * L_PAD + slot % L, [BLOCK_C * K_PAD]), 0)
     row = tl.reshape(start, [BLOCK_C, K_PAD]) + slot // L
-    row = tl.where((word >= 0) & (row < capacity) & (j < count)[:, None], row, -1)
-    mask = (j < C)[:, None] & (k < K)[None, :]
+    row = tl.where((word >= 0) & (row < capacity) & came[:, None], row, -1)
+    mask = (place < C)[:, None] & (k < K)[None, :]
     tl.store(row_of_copy_ptr + copy[:, None] * K + k[None, :], row, mask=mask)
     scores = score_bits.to(score_of_copy_ptr.dtype.element_ty, bitcast=True)
     tl.store(score_of_copy_ptr + copy[:, None] * K + k[None, :], scores, mask=mask)
@@ -67,7 +69,7 @@ def _expand_kernel(
     W: tl.constexpr, W_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Expand the copies of all sections, block by block, and free the sections.
+    """Expand the copies of all sections, and free the sections.
 
     The counts of all ranks say where the rows of each (expert, origin) start, so nothing is
     scanned: order is (expert, origin rank, origin slot).
@@ -107,27 +109,25 @@ def _expand_kernel(
             dropped = tl.sum(tl.maximum(expert_rows - tl.maximum(capacity - start, 0), 0), 0)
             if dropped > 0:
                 tl.atomic_add(status_ptr + _OVERFLOW, dropped.to(tl.int64), sem="relaxed", scope="sys")
-        for index in tl.range(program, (C + BLOCK_C - 1) // BLOCK_C * W, programs):
-            source, block = section_of(index, rank, W)
-            first = block * BLOCK_C
-            count = tl.sum(tl.where(w == source, received, 0), 0)
+        for first in tl.range(program * BLOCK_C, C * W, programs * BLOCK_C):
             _read_headers(
-                headers_ptr, row_of_copy_ptr, score_of_copy_ptr, row_starts, source, first, count,
-                capacity, C, K, K_PAD, L, L_PAD, BLOCK_C,
+                headers_ptr, row_of_copy_ptr, score_of_copy_ptr, row_starts, received, first, rank,
+                capacity, C, K, K_PAD, L, L_PAD, W, BLOCK_C,
             )  # fmt: skip
             tl.debug_barrier()
-            for r in tl.range(0, tl.minimum(BLOCK_C, count - first), BLOCK_R):
-                j = first + r + tl.arange(0, BLOCK_R)
-                copy = source * C + j
+            for r in tl.range(first, tl.minimum(first + BLOCK_C, tl.max(received, 0) * W), BLOCK_R):
+                source, place = copies_in_turn(r, rank, W, BLOCK_R)
+                copy = source * C + place
                 row = tl.load(
                     row_of_copy_ptr + copy[:, None] * K + k[None, :],
-                    mask=(j < count)[:, None] & (k < K)[None, :], other=-1,
+                    mask=(place < C)[:, None] & (k < K)[None, :], other=-1,
                 )  # fmt: skip
+                wanted = tl.max(row, 1) >= 0
                 for c in tl.range(0, D, BLOCK_N):
                     column = c + tl.arange(0, BLOCK_N)
                     tile = tl.load(
                         payload_ptr + copy[:, None].to(tl.int64) * P + column[None, :],
-                        mask=(j < count)[:, None] & (column < P)[None, :],
+                        mask=wanted[:, None] & (column < P)[None, :],
                     )
                     tl.store(
                         rows_ptr + row[:, :, None].to(tl.int64) * D + column[None, None, :],
@@ -175,7 +175,7 @@ def expand(
     layout = channel.layout
     blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
-    _expand_kernel[channel.grid(W * triton.cdiv(layout.max_tokens, blocks.copies))](
+    _expand_kernel[channel.grid(triton.cdiv(W * layout.max_tokens, blocks.copies))](
         rows_RD, tokens_per_expert_L, row_of_copy, score_of_copy, tally, token,
         channel.local["counts"], channel.local["headers"], channel.local["scatter_rows"],
         channel.peers_W, channel.local["scatter_ready"], channel.state, channel.status,
@@ -183,5 +183,5 @@ def expand(
         FREE=channel.offset("scatter_free"), PAD=pad_multiple, GAPS=not exact or pad_multiple > 1,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         E=layout.num_experts, L_PAD=padded(L), W=W, W_PAD=padded(W),
-        BLOCK_C=blocks.copies, BLOCK_R=blocks.rows, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+        BLOCK_C=blocks.copies, BLOCK_R=blocks.copy_rows, BLOCK_N=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import section_of
+from symm_a2a.kernels.addresses import copies_in_turn
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import (
@@ -32,18 +32,16 @@ def _zero_absent(
     K: tl.constexpr, BLOCK_K: tl.constexpr, W: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Zero the score gradients of copies that did not come: sums over handles read them all."""
-    for index in tl.range(tl.program_id(0), (C + BLOCK_C - 1) // BLOCK_C * W, tl.num_programs(0)):
-        source, block = section_of(index, rank, W)
-        count = tl.load(tally_ptr + W + source)
-        if block * BLOCK_C + BLOCK_C > count:
-            j = block * BLOCK_C + tl.arange(0, BLOCK_C)
-            for first in tl.range(0, K, BLOCK_K):
-                k = first + tl.arange(0, BLOCK_K)
-                tl.store(
-                    grad_score_ptr + (source * C + j)[:, None] * K + k[None, :],
-                    tl.full((BLOCK_C, BLOCK_K), 0, grad_score_ptr.dtype.element_ty),
-                    mask=((j >= count) & (j < C))[:, None] & (k < K)[None, :],
-                )
+    for first in tl.range(tl.program_id(0) * BLOCK_C, C * W, tl.num_programs(0) * BLOCK_C):
+        source, place = copies_in_turn(first, rank, W, BLOCK_C)
+        absent = (place >= tl.load(tally_ptr + W + source)) & (place < C)
+        for k0 in tl.range(0, K, BLOCK_K):
+            k = k0 + tl.arange(0, BLOCK_K)
+            tl.store(
+                grad_score_ptr + (source * C + place)[:, None] * K + k[None, :],
+                tl.full((BLOCK_C, BLOCK_K), 0, grad_score_ptr.dtype.element_ty),
+                mask=absent[:, None] & (k < K)[None, :],
+            )
 
 
 @triton.jit(do_not_specialize=["rank", "C", "capacity"])
@@ -73,14 +71,13 @@ def _expand_grad_kernel(
         report(state_ptr, status_ptr, words, epoch, label, _KIND, WAIT_COPIES, W, W_PAD)
     if here & healthy(state_ptr):
         received = tl.load(tally_ptr + W + w, mask=w < W, other=0)
-        for index in tl.range(program, (tl.max(received, 0) + BLOCK_R - 1) // BLOCK_R * W, programs):
-            source, block = section_of(index, rank, W)
-            count = tl.load(tally_ptr + W + source)
-            j = block * BLOCK_R + tl.arange(0, BLOCK_R)
-            copy = source * C + j
-            for first in tl.range(0, K, BLOCK_K):
-                k = first + tl.arange(0, BLOCK_K)
-                mask = (j < count)[:, None] & (k < K)[None, :]
+        for first in tl.range(program * BLOCK_R, tl.max(received, 0) * W, programs * BLOCK_R):
+            source, place = copies_in_turn(first, rank, W, BLOCK_R)
+            came = place < tl.load(tally_ptr + W + source)
+            copy = source * C + place
+            for k0 in tl.range(0, K, BLOCK_K):
+                k = k0 + tl.arange(0, BLOCK_K)
+                mask = came[:, None] & (k < K)[None, :]
                 row = tl.load(row_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=-1)
                 score = tl.load(score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0)
                 products = tl.full((BLOCK_R, BLOCK_K, BLOCK_N // VECTOR), 0, score_dtype)
@@ -88,14 +85,14 @@ def _expand_grad_kernel(
                     column = c + tl.arange(0, BLOCK_N)
                     g = tl.load(
                         payload_ptr + copy[:, None].to(tl.int64) * P + column[None, :],
-                        mask=(j < count)[:, None] & (column < D)[None, :], other=0.0,
+                        mask=came[:, None] & (column < D)[None, :], other=0.0,
                     )  # fmt: skip
                     g = widen(g, score_dtype)[:, None, :]
-                    place = row[:, :, None].to(tl.int64) * D + column[None, None, :]
+                    where = row[:, :, None].to(tl.int64) * D + column[None, None, :]
                     there = (row >= 0)[:, :, None] & (column < D)[None, None, :]
-                    y = widen(tl.load(y_ptr + place, mask=there, other=0.0), score_dtype)
+                    y = widen(tl.load(y_ptr + where, mask=there, other=0.0), score_dtype)
                     tl.store(
-                        grad_y_ptr + place, narrow(g * score[:, :, None], y_ptr.dtype.element_ty), mask=there
+                        grad_y_ptr + where, narrow(g * score[:, :, None], y_ptr.dtype.element_ty), mask=there
                     )
                     # A slot without a row has y = 0 here; 0 * g is not 0 where g is Inf or NaN.
                     product = tl.where(there, y * g, 0.0)
@@ -144,13 +141,13 @@ def expand_grad(
     layout = channel.layout
     blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
-    _expand_grad_kernel[channel.grid(W * triton.cdiv(layout.max_tokens, blocks.rows))](
+    _expand_grad_kernel[channel.grid(triton.cdiv(W * layout.max_tokens, blocks.copy_rows))](
         grad_y_RD, grad_score_of_copy, y_RD, row_of_copy, score_of_copy, tally, token,
         channel.local["scatter_rows"], channel.peers_W, channel.local["scatter_ready"],
         channel.state, channel.status, channel.rank, layout.max_tokens, grad_y_RD.shape[0],
         FREE=channel.offset("scatter_free"), PAD=pad_multiple,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, L=L, L_PAD=padded(L),
         W=W, W_PAD=padded(W), VECTOR=blocks.vector,
-        BLOCK_C=blocks.copies, BLOCK_R=blocks.rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,
+        BLOCK_C=blocks.copies, BLOCK_R=blocks.copy_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,
         num_warps=blocks.warps,
     )  # fmt: skip

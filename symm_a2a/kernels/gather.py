@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import peer_region, section_of
+from symm_a2a.kernels.addresses import copies_in_turn, peer_regions
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import (
@@ -55,52 +55,49 @@ def _gather_kernel(
         report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
     if held & healthy(state_ptr):
         received = tl.load(tally_ptr + W + w, mask=w < W, other=0)
-        blocks = (tl.max(received, 0) + BLOCK_R - 1) // BLOCK_R
-        for index in tl.range(program, blocks * W, tl.num_programs(0)):
-            origin, block = section_of(index, rank, W)
-            count = tl.load(tally_ptr + W + origin)
-            if block * BLOCK_R < count:
-                j = block * BLOCK_R + tl.arange(0, BLOCK_R)
-                copy = origin * C + j
-                target = (rank * C + j).to(tl.int64)
-                section = peer_region(peers_ptr, origin, ROWS, y_ptr.dtype.element_ty)
-                for c in tl.range(0, P, BLOCK_N):
-                    column = c + tl.arange(0, BLOCK_N)
-                    total = tl.full((BLOCK_R, BLOCK_N), 0, SCORE)
-                    for k0 in tl.range(0, K, BLOCK_K):
-                        k = k0 + tl.arange(0, BLOCK_K)
-                        mask = (j < count)[:, None] & (k < K)[None, :]
-                        row = tl.load(row_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=-1)
-                        there = (row >= 0)[:, :, None] & (column < D)[None, None, :]
-                        y = tl.load(
-                            y_ptr + row[:, :, None].to(tl.int64) * D + column[None, None, :],
-                            mask=there, other=0.0,
-                        )  # fmt: skip
-                        y = widen(y, SCORE)
-                        if WEIGHTED:
-                            score = tl.load(
-                                score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0
-                            )
-                            # A slot without a row has y = 0; an Inf score must not make it NaN.
-                            y = tl.where(there, y * score[:, :, None], 0.0)
-                        total += tl.sum(y, 1)
-                    tl.store(
-                        section + target[:, None] * P + column[None, :],
-                        narrow(total, y_ptr.dtype.element_ty),
-                        mask=(j < count)[:, None] & (column < P)[None, :],
+        for first in tl.range(program * BLOCK_R, tl.max(received, 0) * W, tl.num_programs(0) * BLOCK_R):
+            origin, place = copies_in_turn(first, rank, W, BLOCK_R)
+            came = place < tl.load(tally_ptr + W + origin)
+            copy = origin * C + place
+            target = (rank * C + place).to(tl.int64)
+            section = peer_regions(peers_ptr, origin, came, ROWS, y_ptr.dtype.element_ty)
+            for c in tl.range(0, P, BLOCK_N):
+                column = c + tl.arange(0, BLOCK_N)
+                total = tl.full((BLOCK_R, BLOCK_N), 0, SCORE)
+                for k0 in tl.range(0, K, BLOCK_K):
+                    k = k0 + tl.arange(0, BLOCK_K)
+                    mask = came[:, None] & (k < K)[None, :]
+                    row = tl.load(row_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=-1)
+                    there = (row >= 0)[:, :, None] & (column < D)[None, None, :]
+                    y = tl.load(
+                        y_ptr + row[:, :, None].to(tl.int64) * D + column[None, None, :],
+                        mask=there, other=0.0,
                     )  # fmt: skip
-                if not WEIGHTED:
-                    scores = peer_region(peers_ptr, origin, SCORES, SCORE)
-                    for k0 in tl.range(0, K, BLOCK_K):
-                        k = k0 + tl.arange(0, BLOCK_K)
-                        mask = (j < count)[:, None] & (k < K)[None, :]
-                        if HAS_SCORES:
-                            grad = tl.load(
-                                score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0
-                            )
-                        else:
-                            grad = tl.full((BLOCK_R, BLOCK_K), 0, SCORE)
-                        tl.store(scores + target[:, None] * K + k[None, :], grad, mask=mask)
+                    y = widen(y, SCORE)
+                    if WEIGHTED:
+                        score = tl.load(
+                            score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0
+                        )
+                        # A slot without a row has y = 0; an Inf score must not make it NaN.
+                        y = tl.where(there, y * score[:, :, None], 0.0)
+                    total += tl.sum(y, 1)
+                tl.store(
+                    section[:, None] + target[:, None] * P + column[None, :],
+                    narrow(total, y_ptr.dtype.element_ty),
+                    mask=came[:, None] & (column < P)[None, :],
+                )  # fmt: skip
+            if not WEIGHTED:
+                scores = peer_regions(peers_ptr, origin, came, SCORES, SCORE)
+                for k0 in tl.range(0, K, BLOCK_K):
+                    k = k0 + tl.arange(0, BLOCK_K)
+                    mask = came[:, None] & (k < K)[None, :]
+                    if HAS_SCORES:
+                        grad = tl.load(
+                            score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0
+                        )
+                    else:
+                        grad = tl.full((BLOCK_R, BLOCK_K), 0, SCORE)
+                    tl.store(scores[:, None] + target[:, None] * K + k[None, :], grad, mask=mask)
     if last_program(state_ptr + _DONE):
         if healthy(state_ptr):
             label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), KIND)
@@ -139,7 +136,7 @@ def gather(
     layout = channel.layout
     blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
-    _gather_kernel[channel.grid(W * triton.cdiv(layout.max_tokens, blocks.rows))](
+    _gather_kernel[channel.grid(triton.cdiv(W * layout.max_tokens, blocks.copy_rows))](
         y_RD, row_of_copy, row_of_copy if score_of_copy is None else score_of_copy, tally,
         channel.peers_W, channel.local["gather_ready"], channel.local["gather_free"],
         channel.abort_W, channel.state, channel.status, channel.rank, layout.max_tokens, channel.polls,
@@ -149,5 +146,5 @@ def gather(
         SPINS=channel.spins, KIND=int(kind),
         SCORE=tl.float64 if layout.score_dtype == torch.float64 else tl.float32,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, L=L, W=W, W_PAD=padded(W),
-        BLOCK_R=blocks.rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+        BLOCK_R=blocks.copy_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip
