@@ -116,6 +116,18 @@ def count(channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor) -> tuple[
     Returns:
         Slots per token block and expert, int32 `(blocks, E)`, and copies per token block and
         peer, int32 `(blocks, W)`; `scatter` places the slots by them.
+
+    Example:
+        >>> import symm_a2a
+        >>> sizes = dict(num_experts=2, top_k=2, hidden_dim=2, max_tokens_per_rank=2)
+        >>> world = symm_a2a.VirtualWorld(symm_a2a.EPConfig(**sizes, dtype=torch.float32), 2, "cpu")
+        >>> channels = [d.arena.lanes[0].channel for d in world.dispatchers]
+        >>> tally = torch.zeros(2 * 2 + 1 + 1, dtype=torch.int32)
+        >>> expert_sums, peer_sums = count(channels[0], torch.tensor([[1, 1], [0, -1]]), tally)
+        >>> expert_sums.tolist(), peer_sums.tolist()
+        ([[1, 2]], [[1, 1]])
+        >>> channels[1].local["counts"].tolist()
+        [[1, 2], [0, 0]]
     """
     layout = channel.layout
     blocks = channel.blocks

@@ -171,6 +171,23 @@ def expand(
         token: float32 `(1,)`, set to zero.
         pad_multiple: each expert's rows are padded to a multiple of it.
         exact: whether `rows_RD` has exactly as many rows as arrive.
+
+    Example:
+        >>> import symm_a2a
+        >>> from symm_a2a import exchange
+        >>> sizes = dict(num_experts=2, top_k=2, hidden_dim=2, max_tokens_per_rank=2)
+        >>> world = symm_a2a.VirtualWorld(symm_a2a.EPConfig(**sizes, dtype=torch.float32), 2, "cpu")
+        >>> lanes = [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
+        >>> x, scores = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5, 0.25], [1.0, 1.0]])
+        >>> ids = torch.tensor([[1, 1], [0, -1]])
+        >>> flights = [exchange.launch_dispatch(lane, x, scores, ids, 6, 1) for lane in lanes]
+        >>> rows, counts, route = torch.ones(6, 2), torch.zeros(1, dtype=torch.int32), flights[1].routing
+        >>> where = route.row_of_copy, route.score_of_copy, route.tally
+        >>> expand(lanes[1].channel, rows, counts, *where, torch.ones(1), pad_multiple=1, exact=False)
+        >>> rows.tolist(), counts.tolist()
+        ([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [0.0, 0.0], [0.0, 0.0]], [4])
+        >>> route.row_of_copy.tolist()
+        [[[0, 1], [-1, -1]], [[2, 3], [-1, -1]]]
     """
     layout = channel.layout
     blocks = channel.blocks

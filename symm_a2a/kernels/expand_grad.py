@@ -137,6 +137,26 @@ def expand_grad(
         tally: int32 `(2 W + L + 1,)`, of the dispatch.
         token: float32 `(1,)`, set to zero.
         pad_multiple: of the dispatch.
+
+    Example:
+        >>> import symm_a2a
+        >>> from symm_a2a import exchange
+        >>> sizes = dict(num_experts=2, top_k=2, hidden_dim=2, max_tokens_per_rank=2)
+        >>> world = symm_a2a.VirtualWorld(symm_a2a.EPConfig(**sizes, dtype=torch.float32), 2, "cpu")
+        >>> lanes = [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
+        >>> x, scores = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5, 0.25], [1.0, 1.0]])
+        >>> ids = torch.tensor([[1, 1], [0, -1]])
+        >>> flights = [exchange.launch_dispatch(lane, x, scores, ids, 4, 1) for lane in lanes]
+        >>> done = [exchange.join_dispatch(flight) for flight in flights]
+        >>> _ = [exchange.launch_combine_backward(l, x, d.routing) for l, d in zip(lanes, done, strict=True)]
+        >>> y, route = torch.eye(2).repeat(2, 1), done[1].routing
+        >>> grad_y, grad_scores = torch.empty(4, 2), torch.empty(2, 2, 2)
+        >>> where = y, route.row_of_copy, route.score_of_copy, route.tally
+        >>> expand_grad(lanes[1].channel, grad_y, grad_scores, *where, torch.ones(1), pad_multiple=1)
+        >>> grad_y.tolist()
+        [[0.5, 1.0], [0.25, 0.5], [0.5, 1.0], [0.25, 0.5]]
+        >>> grad_scores.tolist()
+        [[[1.0, 2.0], [0.0, 0.0]], [[1.0, 2.0], [0.0, 0.0]]]
     """
     layout = channel.layout
     blocks = channel.blocks

@@ -110,6 +110,23 @@ def finish(
         copy_of_slot_TK: int32, of the dispatch.
         tally: int32 `(2 W + L + 1,)`, of the dispatch.
         grad_scores_TK: of the score dtype, written whole; with `DISPATCH_BACKWARD` only.
+
+    Example:
+        >>> import symm_a2a
+        >>> from symm_a2a import exchange
+        >>> sizes = dict(num_experts=2, top_k=2, hidden_dim=2, max_tokens_per_rank=2)
+        >>> world = symm_a2a.VirtualWorld(symm_a2a.EPConfig(**sizes, dtype=torch.float32), 2, "cpu")
+        >>> lanes = [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
+        >>> x, scores = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5, 0.25], [1.0, 1.0]])
+        >>> ids = torch.tensor([[1, 1], [0, -1]])
+        >>> flights = [exchange.launch_dispatch(lane, x, scores, ids, 4, 1) for lane in lanes]
+        >>> done = [exchange.join_dispatch(flight) for flight in flights]
+        >>> _ = [exchange.launch_combine(l, d.rows_RD, d.routing) for l, d in zip(lanes, done, strict=True)]
+        >>> out, route = torch.empty(2, 2), done[0].routing
+        >>> of_peer, of_slot = route.copy_of_peer_TW, route.copy_of_slot_TK
+        >>> finish(lanes[0].channel, Kind.COMBINE, out, torch.ones(1), of_peer, of_slot, route.tally)
+        >>> out.tolist()
+        [[0.75, 1.5], [3.0, 4.0]]
     """
     layout = channel.layout
     blocks = channel.blocks

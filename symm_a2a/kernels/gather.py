@@ -132,6 +132,22 @@ def gather(
         score_of_copy: `(W, C, K)` of the score dtype. For a `COMBINE` the weights, for a
             `DISPATCH_BACKWARD` the score gradients to send along, zeros where None.
         tally: int32 `(2 W + L + 1,)`, of the dispatch.
+
+    Example:
+        >>> import symm_a2a
+        >>> from symm_a2a import exchange
+        >>> sizes = dict(num_experts=2, top_k=2, hidden_dim=2, max_tokens_per_rank=2)
+        >>> world = symm_a2a.VirtualWorld(symm_a2a.EPConfig(**sizes, dtype=torch.float32), 2, "cpu")
+        >>> lanes = [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
+        >>> x, scores = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5, 0.25], [1.0, 1.0]])
+        >>> ids = torch.tensor([[1, 1], [0, -1]])
+        >>> flights = [exchange.launch_dispatch(lane, x, scores, ids, 4, 1) for lane in lanes]
+        >>> done = [exchange.join_dispatch(flight) for flight in flights]
+        >>> route = done[1].routing
+        >>> y = torch.tensor([[8.0, 0.0], [0.0, 8.0], [4.0, 0.0], [0.0, 4.0]])
+        >>> gather(lanes[1].channel, Kind.COMBINE, y, route.row_of_copy, route.score_of_copy, route.tally)
+        >>> [lane.channel.local["gather_rows"][1, 0, :2].tolist() for lane in lanes]
+        [[4.0, 2.0], [2.0, 1.0]]
     """
     layout = channel.layout
     blocks = channel.blocks

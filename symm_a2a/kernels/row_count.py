@@ -53,6 +53,22 @@ def row_count(channel: Channel, rows: torch.Tensor, pad_multiple: int) -> None:
         channel: the lane.
         rows: int64 `(1,)`, written; -1 where a peer's counts did not come.
         pad_multiple: each expert's rows are padded to a multiple of it.
+
+    Example:
+        >>> import symm_a2a
+        >>> from symm_a2a import exchange
+        >>> sizes = dict(num_experts=2, top_k=2, hidden_dim=2, max_tokens_per_rank=2)
+        >>> world = symm_a2a.VirtualWorld(symm_a2a.EPConfig(**sizes, dtype=torch.float32), 2, "cpu")
+        >>> lanes = [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
+        >>> x, scores = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5, 0.25], [1.0, 1.0]])
+        >>> ids = torch.tensor([[1, 1], [0, -1]])
+        >>> _ = [exchange.launch_dispatch(lane, x, scores, ids, 4, 1) for lane in lanes]
+        >>> rows = torch.zeros(1, dtype=torch.int64)
+        >>> for multiple in (1, 8):
+        ...     row_count(lanes[1].channel, rows, multiple)
+        ...     print(rows.item())
+        4
+        8
     """
     layout = channel.layout
     _row_count_kernel[(1,)](

@@ -231,6 +231,24 @@ def scatter(
         tally: int32 `(2 W + L + 1,)`; the first `W` are the copies for each peer.
         slots: for a dispatch `(ids_TK, scores_TK, expert_sums, peer_sums)`, contiguous, the
             scores of the layout's score dtype, the sums as `count` returned them.
+
+    Example:
+        >>> import symm_a2a
+        >>> from symm_a2a.kernels.count import count
+        >>> sizes = dict(num_experts=2, top_k=2, hidden_dim=2, max_tokens_per_rank=2)
+        >>> world = symm_a2a.VirtualWorld(symm_a2a.EPConfig(**sizes, dtype=torch.float32), 2, "cpu")
+        >>> lanes = [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
+        >>> x, scores = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5, 0.25], [1.0, 1.0]])
+        >>> ids = torch.tensor([[1, 1], [0, -1]])
+        >>> tally = torch.zeros(2 * 2 + 1 + 1, dtype=torch.int32)
+        >>> of_peer, of_slot = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
+        >>> channel, theirs = lanes[0].channel, lanes[1].channel.local
+        >>> slots = (ids, scores, *count(channel, ids, tally))
+        >>> scatter(channel, Kind.DISPATCH, x, of_peer, of_slot, tally, slots)
+        >>> of_peer.tolist(), of_slot.tolist()
+        ([[-1, 0], [0, -1]], [[2, 2], [0, -1]])
+        >>> theirs["scatter_rows"][0, 0, :2].tolist(), theirs["headers"][0, 0, :, 0].tolist()
+        ([1.0, 2.0], [0, 1])
     """
     layout = channel.layout
     blocks = channel.blocks
