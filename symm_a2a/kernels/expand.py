@@ -7,19 +7,9 @@ import triton.language as tl
 from symm_a2a.kernels.addresses import copies_in_turn
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
-from symm_a2a.kernels.flags import (
-    WAIT_COPIES,
-    acquire,
-    agreed,
-    copies_in,
-    flag_words,
-    healthy,
-    label_of,
-    last_program,
-    publish,
-    report,
-)
+from symm_a2a.kernels.flags import copies_in, label_of
 from symm_a2a.kernels.gaps import expert_starts, zero_gaps
+from symm_a2a.kernels.phases import may_join, release_sections
 
 _DONE = tl.constexpr(int(Cell.DONE_EXPAND))
 _JOINED = tl.constexpr(int(Cell.SCATTER_JOINED))
@@ -85,11 +75,8 @@ def _expand_kernel(
     k = tl.arange(0, K_PAD)
     epoch = tl.load(state_ptr + _JOINED) + 1
     label = label_of(epoch, _KIND)
-    words = acquire(ready_ptr, W, W_PAD)
-    here = agreed(words, epoch, label, W, W_PAD)
-    if here == 0:
-        report(state_ptr, status_ptr, words, epoch, label, _KIND, WAIT_COPIES, W, W_PAD)
-    if here & healthy(state_ptr):
+    words, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, label, _KIND, W, W_PAD)
+    if here:
         received = copies_in(words)
         counts = tl.load(
             counts_ptr + w[:, None] * E + rank * L + e[None, :],
@@ -136,10 +123,7 @@ def _expand_kernel(
                     )
         if GAPS:
             zero_gaps(rows_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)
-    if last_program(state_ptr + _DONE):
-        if healthy(state_ptr):
-            tl.store(state_ptr + _JOINED, epoch)
-            publish(peers_ptr, FREE, rank, flag_words(epoch, 0, W_PAD), W, W_PAD)
+    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, W, W_PAD)
 
 
 def expand(

@@ -7,18 +7,9 @@ import triton.language as tl
 from symm_a2a.kernels.addresses import copies_in_turn
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
-from symm_a2a.kernels.flags import (
-    WAIT_COPIES,
-    acquire,
-    agreed,
-    flag_words,
-    healthy,
-    label_of,
-    last_program,
-    publish,
-    report,
-)
+from symm_a2a.kernels.flags import label_of
 from symm_a2a.kernels.gaps import zero_gaps
+from symm_a2a.kernels.phases import may_join, release_sections
 from symm_a2a.kernels.rounding import narrow, widen
 
 _DONE = tl.constexpr(int(Cell.DONE_EXPAND_GRAD))
@@ -65,11 +56,8 @@ def _expand_grad_kernel(
     score_dtype = score_of_copy_ptr.dtype.element_ty
     epoch = tl.load(state_ptr + _JOINED) + 1
     label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), _KIND)
-    words = acquire(ready_ptr, W, W_PAD)
-    here = agreed(words, epoch, label, W, W_PAD)
-    if here == 0:
-        report(state_ptr, status_ptr, words, epoch, label, _KIND, WAIT_COPIES, W, W_PAD)
-    if here & healthy(state_ptr):
+    _, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, label, _KIND, W, W_PAD)
+    if here:
         received = tl.load(tally_ptr + W + w, mask=w < W, other=0)
         for first in tl.range(program * BLOCK_R, tl.max(received, 0) * W, programs * BLOCK_R):
             source, place = copies_in_turn(first, rank, W, BLOCK_R)
@@ -104,10 +92,7 @@ def _expand_grad_kernel(
         zero_gaps(grad_y_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)
         if program == 0:
             tl.store(token_ptr, 0.0)
-    if last_program(state_ptr + _DONE):
-        if healthy(state_ptr):
-            tl.store(state_ptr + _JOINED, epoch)
-            publish(peers_ptr, FREE, rank, flag_words(epoch, 0, W_PAD), W, W_PAD)
+    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, W, W_PAD)
 
 
 def expand_grad(

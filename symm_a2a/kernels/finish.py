@@ -8,17 +8,8 @@ import triton.language as tl
 
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
-from symm_a2a.kernels.flags import (
-    WAIT_COPIES,
-    acquire,
-    agreed,
-    flag_words,
-    healthy,
-    label_of,
-    last_program,
-    publish,
-    report,
-)
+from symm_a2a.kernels.flags import label_of
+from symm_a2a.kernels.phases import may_join, release_sections
 from symm_a2a.kernels.rounding import narrow, widen
 
 _DONE = tl.constexpr(int(Cell.DONE_FINISH))
@@ -46,11 +37,8 @@ def _finish_kernel(
     score_dtype = scores_ptr.dtype.element_ty
     epoch = tl.load(state_ptr + _JOINED) + 1
     label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), KIND)
-    words = acquire(ready_ptr, W, W_PAD)
-    here = agreed(words, epoch, label, W, W_PAD)
-    if here == 0:
-        report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
-    if here & healthy(state_ptr):
+    _, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, label, KIND, W, W_PAD)
+    if here:
         for block in tl.range(program, (T + BLOCK_R - 1) // BLOCK_R, tl.num_programs(0)):
             t = block * BLOCK_R + tl.arange(0, BLOCK_R)
             for c in tl.range(0, D, BLOCK_N):
@@ -80,10 +68,7 @@ def _finish_kernel(
                 tl.store(grad_scores_ptr + t[:, None] * K + k[None, :], grad, mask=mask)
         if program == 0:
             tl.store(token_ptr, 0.0)
-    if last_program(state_ptr + _DONE):
-        if healthy(state_ptr):
-            tl.store(state_ptr + _JOINED, epoch)
-            publish(peers_ptr, FREE, rank, flag_words(epoch, 0, W_PAD), W, W_PAD)
+    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, W, W_PAD)
 
 
 def finish(

@@ -9,19 +9,8 @@ import triton.language as tl
 from symm_a2a.kernels.addresses import copies_in_turn, peer_regions
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
-from symm_a2a.kernels.flags import (
-    WAIT_COPIES,
-    WAIT_CREDIT,
-    acquire,
-    flag_words,
-    healthy,
-    label_of,
-    last_program,
-    publish,
-    reached,
-    report,
-    wait,
-)
+from symm_a2a.kernels.flags import healthy, label_of, last_program
+from symm_a2a.kernels.phases import announce, may_launch
 from symm_a2a.kernels.rounding import narrow, widen
 
 _DONE = tl.constexpr(int(Cell.DONE_GATHER))
@@ -49,11 +38,7 @@ def _gather_kernel(
     program = tl.program_id(0)
     w = tl.arange(0, W_PAD)
     epoch = tl.load(state_ptr + _LAUNCHED) + 1
-    free = acquire(free_ptr, W, W_PAD)
-    held = reached(free, epoch - 1, W, W_PAD)
-    if held == 0:
-        report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
-    if held & healthy(state_ptr):
+    if may_launch(free_ptr, state_ptr, status_ptr, epoch, KIND, W, W_PAD):
         received = tl.load(tally_ptr + W + w, mask=w < W, other=0)
         for first in tl.range(program * BLOCK_R, tl.max(received, 0) * W, tl.num_programs(0) * BLOCK_R):
             origin, place = copies_in_turn(first, rank, W, BLOCK_R)
@@ -102,12 +87,10 @@ def _gather_kernel(
         if healthy(state_ptr):
             label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), KIND)
             copies = tl.load(tally_ptr + W + w, mask=w < W, other=0).to(tl.int64)
-            publish(peers_ptr, READY, rank, flag_words(epoch, label, W_PAD) | copies, W, W_PAD)
-            tl.store(state_ptr + _LAUNCHED, epoch)
-            if SPINS:
-                words = wait(ready_ptr, abort_ptr, epoch, polls, W, W_PAD)
-                if reached(words, epoch, W, W_PAD) == 0:
-                    report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
+            announce(
+                peers_ptr, ready_ptr, abort_ptr, state_ptr, status_ptr, rank, epoch, label, copies, polls,
+                READY, _LAUNCHED, SPINS, KIND, W, W_PAD,
+            )  # fmt: skip
 
 
 def gather(

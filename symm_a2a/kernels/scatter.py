@@ -9,19 +9,8 @@ import triton.language as tl
 from symm_a2a.kernels.addresses import peer_regions
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
-from symm_a2a.kernels.flags import (
-    WAIT_COPIES,
-    WAIT_CREDIT,
-    acquire,
-    flag_words,
-    healthy,
-    label_of,
-    last_program,
-    publish,
-    reached,
-    report,
-    wait,
-)
+from symm_a2a.kernels.flags import flag_words, healthy, label_of, last_program, publish
+from symm_a2a.kernels.phases import announce, may_launch
 
 _DONE = tl.constexpr(int(Cell.DONE_SCATTER))
 _LAUNCHED = tl.constexpr(int(Cell.SCATTER_LAUNCHED))
@@ -163,18 +152,14 @@ def _scatter_kernel(
     e = tl.arange(0, E_PAD)
     w = tl.arange(0, W_PAD)
     epoch = tl.load(state_ptr + _LAUNCHED) + 1
-    ok = healthy(state_ptr)
     if PLACE:
         # The count kernel holds the credit already.
+        ok = healthy(state_ptr)
         expert_base = _sums_before(expert_sums_ptr, begin, e, E, BLOCK_S)
         peer_base = _sums_before(peer_sums_ptr, begin, w, W, BLOCK_S)
         dispatch_epoch = epoch
     else:
-        free = acquire(free_ptr, W, W_PAD)
-        held = reached(free, epoch - 1, W, W_PAD)
-        if held == 0:
-            report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
-        ok = ok & held
+        ok = may_launch(free_ptr, state_ptr, status_ptr, epoch, KIND, W, W_PAD)
         dispatch_epoch = tl.load(tally_ptr + EPOCH).to(tl.int64)
     if ok:
         for block in tl.range(begin, end):
@@ -198,12 +183,10 @@ def _scatter_kernel(
             if not PLACE:
                 # A peer that dispatches, and waits for counts, must find another kind there.
                 publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, label, W_PAD), W, W_PAD)
-            publish(peers_ptr, READY, rank, flag_words(epoch, label, W_PAD) | copies, W, W_PAD)
-            tl.store(state_ptr + _LAUNCHED, epoch)
-            if SPINS:
-                words = wait(ready_ptr, abort_ptr, epoch, polls, W, W_PAD)
-                if reached(words, epoch, W, W_PAD) == 0:
-                    report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
+            announce(
+                peers_ptr, ready_ptr, abort_ptr, state_ptr, status_ptr, rank, epoch, label, copies, polls,
+                READY, _LAUNCHED, SPINS, KIND, W, W_PAD,
+            )  # fmt: skip
 
 
 def scatter(

@@ -1,0 +1,70 @@
+"""How every launch begins and ends, and how every join does; the rules of docs/protocol.md."""
+
+import triton
+import triton.language as tl
+
+from symm_a2a.kernels.flags import (
+    WAIT_COPIES,
+    WAIT_CREDIT,
+    acquire,
+    agreed,
+    flag_words,
+    healthy,
+    last_program,
+    publish,
+    reached,
+    report,
+    wait,
+)
+
+
+@triton.jit
+def may_launch(
+    free_ptr, state_ptr, status_ptr, epoch, KIND: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr
+):  # fmt: skip
+    """Whether every peer has taken the exchange before `epoch`; reports the lane where not."""
+    free = acquire(free_ptr, W, W_PAD)
+    held = reached(free, epoch - 1, W, W_PAD)
+    if held == 0:
+        report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
+    return held & healthy(state_ptr)
+
+
+@triton.jit
+def announce(
+    peers_ptr, ready_ptr, abort_ptr, state_ptr, status_ptr, rank, epoch, label, copies, polls,
+    READY: tl.constexpr, LAUNCHED: tl.constexpr, SPINS: tl.constexpr, KIND: tl.constexpr,
+    W: tl.constexpr, W_PAD: tl.constexpr,
+):  # fmt: skip
+    """End a launch, in its last program: publish, and with `SPINS` wait until every peer has."""
+    publish(peers_ptr, READY, rank, flag_words(epoch, label, W_PAD) | copies, W, W_PAD)
+    tl.store(state_ptr + LAUNCHED, epoch)
+    if SPINS:
+        words = wait(ready_ptr, abort_ptr, epoch, polls, W, W_PAD)
+        if reached(words, epoch, W, W_PAD) == 0:
+            report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
+
+
+@triton.jit
+def may_join(
+    ready_ptr, state_ptr, status_ptr, epoch, label,
+    KIND: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+):  # fmt: skip
+    """The ready words, and whether all are of this exchange; reports the lane where not."""
+    words = acquire(ready_ptr, W, W_PAD)
+    here = agreed(words, epoch, label, W, W_PAD)
+    if here == 0:
+        report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
+    return words, here & healthy(state_ptr)
+
+
+@triton.jit
+def release_sections(
+    peers_ptr, state_ptr, rank, epoch,
+    DONE: tl.constexpr, JOINED: tl.constexpr, FREE: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+):  # fmt: skip
+    """End a join, in its last program: count it, and let every peer overwrite its section."""
+    if last_program(state_ptr + DONE):
+        if healthy(state_ptr):
+            tl.store(state_ptr + JOINED, epoch)
+            publish(peers_ptr, FREE, rank, flag_words(epoch, 0, W_PAD), W, W_PAD)
