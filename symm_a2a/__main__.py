@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks", type=_positive, default=4, help="processes; a GPU each if there are enough"
     )
     checker.add_argument(
-        "--seconds", type=float, default=30.0, help="for all of it; at least one case is run"
+        "--seconds", type=_duration, default=30.0, help="for all of it; at least one case is run"
     )
     checker.add_argument("--seed", type=int, help="of the first case; the n-th after it has seed + n")
     parser.set_defaults(json=False)
@@ -68,6 +68,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def _duration(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text}")
     return value
 
 

@@ -90,6 +90,10 @@ class Arena:
 
         Args:
             failed: this rank leaves because of an error: peers that wait for it end at once.
+
+        Raises:
+            CapacityError: rows were dropped that no call has reported yet, and the policy is to
+                raise; everything has been given back.
         """
         if self.closed:
             return
@@ -98,8 +102,14 @@ class Arena:
         failed = failed or bool(self._failures)
         if failed:
             self.lanes[0].abort()
+        lanes = list(self.lanes)
+        for lane in lanes:
+            lane.close()
         self.lanes.clear()
         self.memory.close(failed=failed)
+        if not failed:
+            for lane in lanes:
+                lane.raise_overflow()
 
 
 def _drop_grad(anchor: torch.Tensor) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from symm_a2a.errors import ConfigError
-from symm_a2a.layout import ArenaLayout
+from symm_a2a.layout import MAX_INDEX, ArenaLayout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+MAX_PAD = 1 << 16
+"""Rows that an expert's may be padded to a multiple of; grouped GEMMs want 16 to 128."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +32,8 @@ class EPConfig:
         num_lanes: independent exchanges that can be in flight at once. Two are the
             double buffer.
         capacity: rows a rank can receive. `"exact"` allocates what arrived, for one read
-            of the row count by the host; an `int` allocates that many rows and never
-            makes the host wait.
+            of the row count by the host; an `int`, a multiple of `pad_multiple`, allocates
+            that many rows and never makes the host wait.
         pad_multiple: each expert's rows start at a multiple of this many rows and are
             padded with zero rows to the next one.
         overflow: what happens to rows past an `int` capacity. They are always dropped,
@@ -67,9 +72,19 @@ class EPConfig:
         fixed = isinstance(self.capacity, int) and not isinstance(self.capacity, bool) and self.capacity >= 1
         if self.capacity != "exact" and not fixed:
             raise ConfigError(f'expected capacity to be "exact" or a positive int, got {self.capacity!r}')
+        for name, limit in (("pad_multiple", MAX_PAD), ("capacity", MAX_INDEX)):
+            value = getattr(self, name)
+            if value != "exact" and value >= limit:
+                raise ConfigError(f"expected {name} < {limit}, got {value}")
+        if self.capacity != "exact" and self.capacity % self.pad_multiple:
+            raise ConfigError(
+                f"expected capacity to be a multiple of pad_multiple = {self.pad_multiple}, so that clamped "
+                f"counts stay multiples, got {self.capacity}"
+            )
         if self.overflow not in ("raise", "drop"):
             raise ConfigError(f'expected overflow to be "raise" or "drop", got {self.overflow!r}')
-        if not self.timeout > 0:
+        number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
+        if not number or not 0 < self.timeout < math.inf:
             raise ConfigError(f"expected timeout to be a positive number of seconds, got {self.timeout!r}")
 
     def layout(self, world_size: int) -> ArenaLayout:

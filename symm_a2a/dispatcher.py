@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,17 @@ from torch import Tensor
 from symm_a2a import ops
 from symm_a2a.arena import Arena
 from symm_a2a.config import EPConfig
-from symm_a2a.errors import ClosedError, ConfigError, InputError, JoinedTwiceError
+from symm_a2a.errors import (
+    ClosedError,
+    ConfigError,
+    EnvironmentUnsupportedError,
+    InputError,
+    JoinedTwiceError,
+)
 from symm_a2a.exchange import EXACT, Routing
-from symm_a2a.memory import Backend, create_memory, default_device
+from symm_a2a.kernels.channel import Kind
+from symm_a2a.lane import Lane
+from symm_a2a.memory import Backend, create_memory, default_device, require_agreement
 from symm_a2a.ops.split import (
     CombineState,
     DispatchState,
@@ -36,7 +44,7 @@ class Handle(NamedTuple):
         token: float32 `(1,)`; orders the backward, holds nothing.
         num_rows: R, the rows that the dispatch gave.
         pad_multiple: of the dispatcher.
-        lane: the lane of the dispatch, where its combine runs too.
+        lane: the number of the dispatch's lane, where its combine runs too.
     """
 
     routing: Routing
@@ -54,10 +62,10 @@ class Handle(NamedTuple):
 class PendingDispatch:
     """A dispatch in flight; `join` waits for it."""
 
-    def __init__(self, state: DispatchState, flying: Tensor, lane: int) -> None:
+    def __init__(self, state: DispatchState, flying: Tensor, lane_number: int) -> None:
         self._state: DispatchState | None = state
         self._flying = flying
-        self._lane = lane
+        self._lane_number = lane_number
 
     def join(self) -> tuple[Tensor, Tensor, Handle]:
         """Wait for the rows; returns what `SymmTokenDispatcher.dispatch` does.
@@ -70,7 +78,7 @@ class PendingDispatch:
             raise JoinedTwiceError("expected a pending dispatch, got one that was joined before")
         state, self._state = self._state, None
         rows, counts, routing, token = finish_dispatch(state, self._flying)
-        return rows, counts, Handle(routing, token, rows.shape[0], state.pad_multiple, self._lane)
+        return rows, counts, Handle(routing, token, rows.shape[0], state.pad_multiple, self._lane_number)
 
 
 class PendingCombine:
@@ -103,7 +111,8 @@ class SymmTokenDispatcher:
         cfg: sizes and policies, equal on every rank.
         group: the expert-parallel group; None for the default group, or a group of one where
             torch.distributed is not initialised. Construction is collective over it.
-        device: where rows live; None for the current CUDA device, else the CPU.
+        device: where rows live; None for the current CUDA device, or for the CPU where there is none
+            or the group's backend is gloo.
         backend: `"cuda"`, `"host"` or `"virtual"`; None chooses by device and group.
         arena: another dispatcher's arena, to share its memory and lanes; `group`, `device` and
             `backend` then come with it, and construction is not collective. Its owner closes it.
@@ -135,6 +144,8 @@ class SymmTokenDispatcher:
         self._owns_arena = arena is None
         if arena is None:
             arena = _create_arena(cfg, group, device, backend)
+        elif not isinstance(arena, Arena):
+            raise ConfigError(f"expected the arena of a dispatcher, got {type(arena).__name__}")
         elif group is not None or device is not None or backend is not None:
             raise ConfigError(
                 "expected arena= alone, got group, device or backend too; the arena has its own"
@@ -179,20 +190,22 @@ class SymmTokenDispatcher:
         Raises:
             InputError: a wrong shape, dtype or device, or more tokens than the capacity of a
                 rank; no peer has been touched.
-            ExpertIdError: an id out of range; nothing was sent for that slot. The exchange
-                itself has completed, so the peers are not stuck.
+            ExpertIdError: an id out of range; nothing was sent for that slot. The peers have their
+                rows and go on to combine, which this rank, without a handle, cannot: give up the
+                step on every rank.
             LaneBusyError: the lane has an exchange in flight.
             ExchangeError: a peer did not take part, or runs another operation.
             ClosedError: the dispatcher was closed.
         """
         self._require_open()
         check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
+        number = self._lane_number(lane)
         rows_RD, tokens_per_expert_L, *routing, token = ops.dispatch(
-            x_TD, scores_TK.to(self._score_dtype), topk_ids_TK, self.arena.anchor, self._lane_number(lane),
+            x_TD, scores_TK.to(self._score_dtype), topk_ids_TK, self.arena.anchor, number,
             self.world_size, self.arena.layout.num_local_experts, self.cfg.max_tokens_per_rank,
             self._capacity, self.cfg.pad_multiple,
         )  # fmt: skip
-        handle = Handle(Routing(*routing), token, rows_RD.shape[0], self.cfg.pad_multiple, lane)
+        handle = Handle(Routing(*routing), token, rows_RD.shape[0], self.cfg.pad_multiple, number)
         return rows_RD, tokens_per_expert_L, handle
 
     def combine(self, y_RD: Tensor, handle: Handle, x_TD: Tensor | None = None) -> Tensor:
@@ -215,9 +228,7 @@ class SymmTokenDispatcher:
         del x_TD
         self._require_open()
         self._check_combine(y_RD, handle)
-        out_TD, token = ops.combine(
-            y_RD, *handle.routing, handle.token, self._lane_number(handle.lane), handle.pad_multiple
-        )
+        out_TD, token = ops.combine(y_RD, *handle.routing, handle.token, handle.lane, handle.pad_multiple)
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
             # Without a backward nothing reads the token, and a graph whose rank has no tokens
             # would drop the exchange; a mutation it cannot drop.
@@ -240,12 +251,13 @@ class SymmTokenDispatcher:
         """
         self._require_open()
         check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
-        self._lane_number(lane)
+        number = self._lane_number(lane)
+        _require_eager("dispatch_async")
         state = DispatchState(
             self.arena.lanes[lane], self.arena.anchor, self._capacity, self.cfg.pad_multiple
         )
         flying = start_dispatch(state, x_TD, scores_TK.to(self._score_dtype), topk_ids_TK)
-        return PendingDispatch(state, flying, lane)
+        return PendingDispatch(state, flying, number)
 
     def combine_async(self, y_RD: Tensor, handle: Handle, x_TD: Tensor | None = None) -> PendingCombine:
         """Launch a combine; `join` on the result gives what `combine` returns.
@@ -255,8 +267,8 @@ class SymmTokenDispatcher:
         del x_TD
         self._require_open()
         self._check_combine(y_RD, handle)
-        self._lane_number(handle.lane)
-        state = CombineState(self.arena.lanes[handle.lane], self.arena.anchor.detach(), handle.pad_multiple)
+        _require_eager("combine_async")
+        state = CombineState(self._lane_of(handle), self.arena.anchor.detach(), handle.pad_multiple)
         flying = start_combine(state, y_RD, handle.routing, handle.token)
         return PendingCombine(state, flying)
 
@@ -277,12 +289,47 @@ class SymmTokenDispatcher:
                     rows, _, handle = self.dispatch(x, scores, ids, lane=lane)
                     self.combine(rows, handle).sum().backward()
 
+    @property
+    def dropped_rows(self) -> int:
+        """Rows dropped past a static capacity here: all with `overflow="drop"`, else those not raised yet.
+
+        On a GPU the count is that of the kernels that have run so far.
+        """
+        return sum(lane.dropped_rows for lane in self.arena.lanes)
+
+    def require_dispatchable(self, x_TD: Tensor, scores_TK: Tensor, topk_ids_TK: Tensor, lane: int) -> None:
+        """Raise what a dispatch of these arguments would, and launch nothing."""
+        self._require_open()
+        check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK)
+        self._lane_number(lane)
+        self.arena.lanes[lane].require_idle(Kind.DISPATCH)
+
+    def require_combinable(self, y_RD: Tensor, handle: Handle) -> None:
+        """Raise what a combine of these arguments would, and launch nothing."""
+        self._require_open()
+        self._check_combine(y_RD, handle)
+        self._lane_of(handle).require_idle(Kind.COMBINE)
+
     def close(self) -> None:
         """Give the symmetric memory back, if this dispatcher made it; a second call does nothing.
 
-        Collective on GPUs, where a peer's memory must stay until its last reader is done.
+        Run the backward first: it needs the memory. Collective on GPUs, where a peer's memory must
+        stay until its last reader is done.
+
+        Raises:
+            CapacityError: rows were dropped past a static capacity that no call has reported yet.
         """
         self._close(failed=False)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SymmTokenDispatcher:
+        """Return the dispatcher itself: copies of a model share its memory, as its layers do."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "expected no pickling of a SymmTokenDispatcher, whose memory is mapped in this process alone; "
+            "make one in the process that needs it"
+        )
 
     def __enter__(self) -> SymmTokenDispatcher:
         return self
@@ -302,14 +349,29 @@ class SymmTokenDispatcher:
             raise ClosedError("expected an open dispatcher, got one that was closed, or whose arena was")
 
     def _lane_number(self, lane: int) -> int:
-        if not 0 <= lane < len(self._lanes):
-            raise InputError(f"expected a lane in [0, {len(self._lanes)}), got {lane}")
+        if isinstance(lane, bool) or not isinstance(lane, int) or not 0 <= lane < len(self._lanes):
+            raise InputError(f"expected a lane in [0, {len(self._lanes)}), got {lane!r}")
         return self._lanes[lane]
+
+    def _lane_of(self, handle: Handle) -> Lane:
+        return self.arena.lanes[self._lanes.index(handle.lane)]
 
     def _check_combine(self, y_RD: Tensor, handle: Handle) -> None:
         if not isinstance(handle, Handle):
             raise InputError(f"expected the handle of a dispatch, got {type(handle).__name__}")
+        if handle.lane not in self._lanes:
+            raise InputError(
+                "expected a handle of this arena, got one of a dispatcher that has another arena"
+            )
         check_combine(self.cfg, self.device, y_RD, handle.num_rows)
+
+
+def _require_eager(name: str) -> None:
+    if torch.compiler.is_compiling():
+        raise EnvironmentUnsupportedError(
+            f"expected eager mode, got {name} in compiled code, where a compiler would reorder the halves of "
+            "an exchange; use dispatch and combine there"
+        )
 
 
 def _create_arena(
@@ -321,9 +383,15 @@ def _create_arena(
     """Allocate, map and agree on an arena over a group; collective."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    device = default_device() if device is None else torch.device(device)
+    if group is not None and dist.get_rank(group) < 0:
+        raise ConfigError("expected a member of the group, got a rank that is not in it")
+    device = default_device(group) if device is None else torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentUnsupportedError(f"expected a CUDA device to be there, got none for {device}")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    if group is not None:
+        # First of all, so that an error that only some ranks would make reaches every rank.
+        require_agreement(group, "configuration", f"{cfg} backend={backend} device={device.type}")
     layout = cfg.layout(1 if group is None else dist.get_world_size(group))
-    memory = create_memory(layout.nbytes, repr(cfg), device, group, backend)
-    return Arena(cfg, memory, layout)
+    return Arena(cfg, create_memory(layout.nbytes, device, group, backend), layout)

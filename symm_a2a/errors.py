@@ -38,6 +38,10 @@ class JoinedTwiceError(SymmA2AError, RuntimeError):
     """A pending exchange was joined a second time."""
 
 
+class DoubleBackwardError(SymmA2AError, RuntimeError):
+    """A backward that was to be differentiated itself; exchanges have no second derivative."""
+
+
 class ClosedError(SymmA2AError, RuntimeError):
     """A dispatcher was used after it, or its arena, was closed."""
 

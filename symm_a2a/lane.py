@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 
@@ -10,6 +11,7 @@ import torch
 
 from symm_a2a.errors import (
     CapacityError,
+    ClosedError,
     ExchangeError,
     ExchangeMismatchError,
     ExpertIdError,
@@ -38,6 +40,11 @@ _POLLS_PER_SECOND = 1_000_000
 """Looks at a flag per second from a GPU; a wait in a kernel is bounded by their number."""
 
 _PROGRAMS_PER_SM = 4
+_BREAKS = (
+    "a rank that skips its backward, runs in no_grad alone, or whose loss ignores its output "
+    "(add 0 * out.sum()) breaks that order"
+)
+_ADVICE = f" (EPConfig.timeout). Every rank must run every exchange, in the same order: {_BREAKS}"
 _FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
 
 
@@ -71,10 +78,13 @@ class Lane:
         self.index = index
         self.number: int | None = None
         self.memory = memory
+        self.device = device
         self.layout = layout
         self.timeout = timeout
         self.overflow = overflow
         self._failures = failures
+        self._closed = False
+        self._owner = os.getpid()
         self._in_flight: Kind | None = None
         self._last_launch: Kind | None = None
         mine = memory.arenas[memory.rank]
@@ -109,13 +119,7 @@ class Lane:
             CapacityError: an earlier dispatch overflowed a static capacity.
             ExchangeError: the lane has failed, now or before.
         """
-        self.raise_reports()
-        self._raise_overflow()
-        if self._in_flight is not None:
-            raise LaneBusyError(
-                f"expected lane {self.index} to be idle, got a launch of {kind.title} while "
-                f"{self._in_flight.title} is in flight; join it first, or use another lane"
-            )
+        self.require_idle(kind)
         direction, launched = _direction(kind), _launched(kind)
         if self.memory.host_waits:
             self._wait(f"{direction}_free", int(self._state[launched]), kind, Wait.CREDIT)
@@ -125,6 +129,18 @@ class Lane:
             credit(self.channel, kind)
         self._in_flight = self._last_launch = kind
 
+    def require_idle(self, kind: Kind) -> None:
+        """Raise where `begin` would, without waiting and without opening anything."""
+        self._require_open()
+        self.raise_reports()
+        self.raise_overflow()
+        if self._in_flight is not None:
+            raise LaneBusyError(
+                f"expected lane {self.index} to be idle, got a launch of {kind.title} while "
+                f"{self._in_flight.title} is in flight; join it first, or use another lane. Where an error "
+                "came between its launch and its join the lane is lost: close the dispatcher, make a new one"
+            )
+
     def _repeats_direction(self, kind: Kind) -> bool:
         return self._last_launch is not None and self._last_launch.scatters == kind.scatters
 
@@ -133,7 +149,9 @@ class Lane:
 
         Raises:
             ExchangeError: a peer did not take part.
+            ClosedError: the arena was closed while the exchange was in flight.
         """
+        self._require_open()
         if self.memory.host_waits:
             self._wait(f"{_direction(kind)}_ready", int(self._state[_launched(kind)]), kind, Wait.COPIES)
 
@@ -153,6 +171,7 @@ class Lane:
         Raises:
             ExchangeError: a peer's counts did not come.
         """
+        self._require_open()
         if self.memory.host_waits:
             self._wait("counts_ready", int(self._state[Cell.COUNTED]), Kind.DISPATCH, Wait.COUNTS)
         if not self.memory.spins:
@@ -181,7 +200,7 @@ class Lane:
                 "nothing was sent for them"
             )
 
-    def _raise_overflow(self) -> None:
+    def raise_overflow(self) -> None:
         """Raise `CapacityError` where rows have been dropped and the policy is to say so."""
         if self._status[Report.OVERFLOW_ROWS] and self.overflow == "raise":
             dropped, self._status[Report.OVERFLOW_ROWS] = int(self._status[Report.OVERFLOW_ROWS]), 0
@@ -202,9 +221,22 @@ class Lane:
         return error
 
     def abort(self) -> None:
-        """Make every peer that waits for this rank, or will, give up at once."""
+        """Make every peer that waits for this rank, or will, give up at once.
+
+        Not in a forked child, which has this rank's memory and is not this rank.
+        """
+        if os.getpid() != self._owner:
+            return
         for arena in self.memory.arenas:
             self.layout.abort.view(arena, 0)[self.memory.rank] = self.index + 1
+
+    def close(self) -> None:
+        """Refuse any further use; what is in flight cannot be joined any more."""
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"expected an open arena, got lane {self.index} of one that was closed")
 
     def _wait(self, flag: str, epoch: int, kind: Kind, wait: Wait) -> None:
         """Sleep until every peer's flag has reached `epoch`."""
@@ -231,7 +263,7 @@ class Lane:
                 if gone:
                     raise self.fail(PeerLostError(self._story(gone, kind, wait, epoch, how)))
             if missing and late:
-                how = f"did not take part within {self.timeout:g} s"
+                how = f"did not take part within {self.timeout:g} s{_ADVICE}"
                 raise self.fail(PeerTimeoutError(self._story(missing, kind, wait, epoch, how)))
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
@@ -269,7 +301,7 @@ class Lane:
         late = np.flatnonzero(words >> EPOCH_SHIFT < epoch)
         if late.size:
             if self.memory.spins:
-                how = f"did not take part within about {self.timeout:g} s"
+                how = f"did not take part within about {self.timeout:g} s{_ADVICE}"
                 return PeerTimeoutError(self._story(late, kind, wait, epoch, how))
             return ExchangeError(self._story(late, kind, wait, epoch, "has not launched it yet"))
         labels = (words >> LABEL_SHIFT) & LABEL_MASK
@@ -283,8 +315,7 @@ class Lane:
             f"expected every rank to run {kind.title} in lane {self.index}, epoch {epoch}, "
             f"got {theirs.title} (of dispatch {dispatch}, modulo 16) from peer {peer} "
             f"while rank {self.memory.rank} runs {kind.title}. Every rank must run every exchange in the "
-            "same order, in the backward too: a rank that skips its backward, runs in no_grad alone, or "
-            "whose loss ignores its output (add 0 * out.sum()) breaks that order"
+            f"same order, in the backward too: {_BREAKS}"
         )
 
 

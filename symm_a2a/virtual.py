@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from symm_a2a.arena import Arena
 from symm_a2a.config import EPConfig
 from symm_a2a.dispatcher import Handle, SymmTokenDispatcher
+from symm_a2a.errors import InputError, SymmA2AError
 from symm_a2a.memory import VirtualMemory, default_device
 from symm_a2a.ops.tie import tie
 
@@ -41,31 +43,69 @@ class VirtualWorld:
         self, xs: Sequence[Tensor], scores: Sequence[Tensor], ids: Sequence[Tensor], *, lane: int = 0
     ) -> tuple[list[Tensor], list[Tensor], list[Handle]]:
         """Dispatch on every rank; see `SymmTokenDispatcher.dispatch`."""
+        self._require_ranks(xs=xs, scores=scores, ids=ids)
+        for dispatcher, x, s, i in zip(self.dispatchers, xs, scores, ids, strict=True):
+            dispatcher.require_dispatchable(x, s, i, lane)
         tied = tie([*xs, *scores])
         xs, scores = tied[: len(xs)], tied[len(xs) :]
         pending = [
             dispatcher.dispatch_async(x, s, i, lane=lane)
             for dispatcher, x, s, i in zip(self.dispatchers, xs, scores, ids, strict=True)
         ]
-        rows, counts, handles = zip(*[p.join() for p in pending], strict=True)
+        rows, counts, handles = zip(*_join_all(pending), strict=True)
         return tie(list(rows)), list(counts), list(handles)
 
     def combine(self, ys: Sequence[Tensor], handles: Sequence[Handle]) -> list[Tensor]:
         """Combine on every rank; see `SymmTokenDispatcher.combine`."""
+        self._require_ranks(ys=ys, handles=handles)
+        for dispatcher, y, handle in zip(self.dispatchers, ys, handles, strict=True):
+            dispatcher.require_combinable(y, handle)
         pending = [
             dispatcher.combine_async(y, handle)
             for dispatcher, y, handle in zip(self.dispatchers, tie(list(ys)), handles, strict=True)
         ]
-        return tie([p.join() for p in pending])
+        return tie(_join_all(pending))
+
+    def _require_ranks(self, **lists: Sequence[Any]) -> None:
+        for name, values in lists.items():
+            if len(values) != self.world_size:
+                raise InputError(f"expected {name} of {self.world_size} ranks, got {len(values)}")
 
     def close(self) -> None:
-        """Drop all memory; a second call does nothing."""
+        """Drop all memory; a second call does nothing.
+
+        Raises:
+            CapacityError: rows were dropped past a static capacity that no call has reported yet.
+        """
+        errors = []
         for dispatcher, arena in zip(self.dispatchers, self._arenas, strict=True):
             dispatcher.close()
-            arena.close()
+            try:
+                arena.close()
+            except SymmA2AError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def __enter__(self) -> VirtualWorld:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            self.close()
+        except SymmA2AError:
+            if kind is None:
+                raise
+
+
+def _join_all(pending: Sequence[Any]) -> list[Any]:
+    """Join every rank's exchange, and only then raise the first error: no lane is left busy."""
+    results, errors = [], []
+    for one in pending:
+        try:
+            results.append(one.join())
+        except SymmA2AError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results

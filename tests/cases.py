@@ -47,6 +47,10 @@ class Case:
         )
         return symm_a2a.EPConfig(**(fields | changes))
 
+    def whole(self, capacity: int | str) -> int | str:
+        """A capacity, up to the next multiple of the case's padding."""
+        return capacity if capacity == "exact" else -(-capacity // self.pad_multiple) * self.pad_multiple
+
     def generator(self, step: int = 0) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed + 1000 * step)
 

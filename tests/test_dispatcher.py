@@ -1,6 +1,8 @@
 """What a caller may do wrong, and what it is told; a group of one."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -147,6 +149,11 @@ def test_a_shared_arena_wants_the_same_sizes(dispatcher):
         ({"device": "cpu", "backend": "cuda"}, "'cuda' expects a cuda device, got cpu"),
         ({"device": "cpu", "backend": "nvshmem"}, 'backend "cuda", "host" or "virtual"'),
         ({"device": "meta"}, "cuda or cpu device, got meta"),
+        pytest.param(
+            {"device": "cuda"},
+            "a CUDA device to be there",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
 def test_a_backend_that_cannot_work_says_why(options, message):
@@ -192,3 +199,90 @@ def test_a_failed_dispatcher_refuses_work_with_the_same_error():
             lonely.dispatch(*arguments(), lane=1)
         aborted = world.dispatchers[1].arena.lanes[0].channel.abort_W
         assert aborted.tolist() == [1, 0]
+
+
+def test_a_handle_of_another_arena_is_refused(dispatcher):
+    with SymmTokenDispatcher(config(max_tokens_per_rank=4 * C), device="cpu") as other:
+        rows, _, handle = other.dispatch(*arguments())
+        for method in (dispatcher.combine, dispatcher.combine_async):
+            with pytest.raises(symm_a2a.InputError, match="handle of this arena"):
+                method(rows, handle)
+    assert untouched(dispatcher)
+
+
+def test_copies_of_a_model_share_the_dispatcher_and_pickles_are_refused(dispatcher):
+    assert copy.deepcopy({"layer": dispatcher})["layer"] is dispatcher
+    with pytest.raises(TypeError, match="no pickling of a SymmTokenDispatcher"):
+        pickle.dumps(dispatcher)
+
+
+def test_rows_changed_in_place_between_launch_and_join_are_noticed(dispatcher):
+    rows, _, handle = dispatcher.dispatch(*arguments())
+    y = rows.clone()
+    pending = dispatcher.combine_async(y, handle)
+    y.mul_(0)
+    with pytest.raises(symm_a2a.InputError, match="changed in place before the join"):
+        pending.join()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_rows_and_counts_may_be_changed_in_place(dispatcher, asynchronous):
+    grads = []
+    for inplace in (True, False):
+        x, scores, ids = arguments()
+        x.requires_grad_()
+        if asynchronous:
+            rows, counts, handle = dispatcher.dispatch_async(x, scores, ids).join()
+        else:
+            rows, counts, handle = dispatcher.dispatch(x, scores, ids)
+        if inplace:
+            counts.clamp_(min=1)
+        hidden = torch.nn.functional.relu(rows, inplace=inplace)
+        (dispatcher.combine(hidden, handle) ** 2).sum().backward()
+        grads.append(x.grad)
+    assert grads[0].any()
+    assert torch.equal(*grads)
+
+
+def test_an_unused_result_still_has_a_gradient(dispatcher):
+    x, scores, ids = arguments()
+    x.requires_grad_()
+    rows, _, handle = dispatcher.dispatch(x, scores.requires_grad_(), ids)
+    dispatcher.combine(torch.ones_like(rows), handle).sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    torch.testing.assert_close(scores.grad, torch.full_like(scores, float(D)))
+
+
+def test_a_second_derivative_is_refused_in_both_forms(dispatcher):
+    x, scores, ids = arguments()
+    x.requires_grad_()
+    rows, _, handle = dispatcher.dispatch(x, scores, ids)
+    loss = (dispatcher.combine(rows, handle) ** 2).sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        grad.sum().backward()
+    rows, _, handle = dispatcher.dispatch_async(x, scores, ids).join()
+    loss = (dispatcher.combine_async(rows, handle).join() ** 2).sum()
+    with pytest.raises(symm_a2a.DoubleBackwardError):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_the_asynchronous_forms_are_refused_in_compiled_code(dispatcher):
+    def layer(x, scores, ids):
+        rows, _, handle = dispatcher.dispatch_async(x, scores, ids).join()
+        return dispatcher.combine(rows, handle)
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"eager mode|dispatch_async"):
+        torch.compile(layer, backend="eager", fullgraph=True)(*arguments())
+
+
+@pytest.mark.parametrize("lane", [True, 0.5, "0", None])
+def test_a_lane_is_an_int(dispatcher, lane):
+    with pytest.raises(symm_a2a.InputError, match="expected a lane in"):
+        dispatcher.dispatch(*arguments(), lane=lane)
+
+
+def test_a_dispatcher_in_place_of_its_arena(dispatcher):
+    with pytest.raises(symm_a2a.ConfigError, match="arena of a dispatcher, got SymmTokenDispatcher"):
+        SymmTokenDispatcher(config(), arena=dispatcher)

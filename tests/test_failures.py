@@ -116,11 +116,12 @@ def late_peer(rank, group):
 
 def test_a_late_peer_is_named_and_learns_that_it_was_given_up():
     late, gone = run_ranks(late_peer, 2)
-    assert late == (
+    assert late.startswith(
         "rank 0 waited for its counts in dispatch, lane 0, epoch 1, but peer 1 did not take part within 0.5 s"
     )
+    assert "Every rank must run every exchange" in late
     # What rank 0 had sent is still good; what it will not send is not waited for.
-    assert gone.endswith("but peer 0 gave up before it took part")
+    assert gone.endswith("but peer 0 gave up before it took part; its own error says why")
 
 
 def fails_in_its_own_code(rank, group):
@@ -139,7 +140,7 @@ def fails_in_its_own_code(rank, group):
 def test_an_exception_on_one_rank_ends_the_others_at_once():
     (lost, message, seconds), (own, _, _) = run_ranks(fails_in_its_own_code, 2)
     assert (lost, own) == ("PeerLostError", "ZeroDivisionError")
-    assert message.endswith("in combine, lane 0, epoch 1, but peer 1 gave up before it took part")
+    assert message.endswith("in combine, lane 0, epoch 1, but peer 1 gave up before it took part; its own error says why")
     assert seconds < 10, "well before the timeout"
 
 
@@ -221,3 +222,92 @@ def kernel_gives_up(rank, group):
 def test_a_kernel_stops_waiting_and_names_the_peer():
     message, _ = run_ranks(kernel_gives_up, 2)
     assert message.startswith("rank 0 waited for its copies in dispatch, lane 0, epoch 1, but peer 1 did not")
+
+
+def closed_in_flight(rank, group, when):
+    dispatcher = SymmTokenDispatcher(config(), group)
+    x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=5)
+    pending = dispatcher.dispatch_async(x.requires_grad_(), scores, ids)
+    if when != "dispatch":
+        rows, _, handle = pending.join()
+        pending = dispatcher.combine_async(rows, handle)
+    if when == "backward":
+        out = pending.join()
+    dist.barrier(group)
+    dispatcher.close()
+    gc.collect()
+    try:
+        out.sum().backward() if when == "backward" else pending.join()
+    except symm_a2a.ClosedError:
+        return True
+
+
+@pytest.mark.parametrize("when", ["dispatch", "combine", "backward"])
+def test_what_is_in_flight_at_close_is_an_error_not_a_crash(when):
+    assert run_ranks(closed_in_flight, 2, when) == [True, True]
+
+
+def forked_child_leaves(rank, group, how):
+    dispatcher = SymmTokenDispatcher(config(), group)
+    x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=5)
+    dispatcher.dispatch(x, scores, ids)
+    if rank == 0:
+        pid = os.fork()
+        if pid == 0:
+            if how == "collected":
+                del dispatcher
+                gc.collect()
+            else:
+                dispatcher._close(failed=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+    dist.barrier(group)
+    rows, _, handle = dispatcher.dispatch(x, scores, ids)
+    dispatcher.combine(rows, handle)
+    dispatcher.close()
+    return True
+
+
+@pytest.mark.parametrize("how", ["collected", "failed"])
+def test_a_forked_child_does_not_speak_for_its_parent(how):
+    assert run_ranks(forked_child_leaves, 2, how) == [True, True]
+
+
+def one_size_does_not_fit(rank, group):
+    with pytest.raises(symm_a2a.ConfigError) as caught:
+        SymmTokenDispatcher(config(num_experts=8 + rank), group)
+    return str(caught.value)
+
+
+def test_a_size_that_does_not_fit_one_rank_reaches_all():
+    for message in run_ranks(one_size_does_not_fit, 2, timeout=60):
+        assert "num_experts=8" in message
+        assert "num_experts=9" in message
+
+
+def not_a_member(rank, group):
+    half = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(symm_a2a.ConfigError, match="member of the group") as caught:
+            SymmTokenDispatcher(config(), half)
+        return str(caught.value)
+
+
+def test_a_rank_outside_the_group_is_told():
+    assert run_ranks(not_a_member, 2)[1]
+
+
+def killed_in_the_constructor(rank, group):
+    from symm_a2a.memory import host
+
+    if rank == 0:
+        host.require_everyone = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    SymmTokenDispatcher(config(), group)
+
+
+def test_a_rank_killed_in_the_constructor_leaves_no_segment():
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(RankError, match=r"SIGKILL|signal"):
+        run_ranks(killed_in_the_constructor, 2, timeout=60)
+    left = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("symm_a2a-")]
+    assert left == []

@@ -74,6 +74,11 @@ def test_the_published_example():
         ({"overflow": "ignore"}, "overflow to be"),
         ({"timeout": 0}, "timeout to be a positive number"),
         ({"timeout": float("nan")}, "timeout to be a positive number"),
+        ({"timeout": float("inf")}, "timeout to be a positive number"),
+        ({"timeout": "60"}, "timeout to be a positive number"),
+        ({"capacity": 10, "pad_multiple": 8}, "capacity to be a multiple of pad_multiple = 8"),
+        ({"capacity": 1 << 31}, "capacity < 2147483648"),
+        ({"pad_multiple": 1 << 20}, "pad_multiple < 65536"),
     ],
 )
 def test_a_bad_value_is_named(changes, message):

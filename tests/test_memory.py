@@ -11,35 +11,34 @@ from symm_a2a.memory import choose_backend, group, host
 
 
 def test_a_segment_is_private_exact_and_never_someone_elses():
-    path, fd = host._create_segment(12345)
+    path = host._draw_path()
+    fd = host._create_segment(path, 12345)
     try:
         status = os.fstat(fd)
         assert stat.S_IMODE(status.st_mode) == 0o600
         assert status.st_uid == os.getuid()
         assert status.st_size == 12345
         assert status.st_blocks * 512 >= 12345, "the pages are taken now, not when a kernel writes"
-        other, other_fd = host._create_segment(1)
-        os.close(other_fd)
-        os.unlink(other)
-        assert other != path
+        assert host._draw_path() != path
     finally:
         os.close(fd)
         os.unlink(path)
 
 
-def test_a_name_that_is_taken_is_never_opened(monkeypatch):
-    monkeypatch.setattr(host.secrets, "token_hex", lambda n: "00" * n)
-    path, fd = host._create_segment(16)
+def test_a_name_that_is_taken_is_never_opened():
+    path = host._draw_path()
+    fd = host._create_segment(path, 16)
     try:
         with pytest.raises(FileExistsError):
-            host._create_segment(16)
+            host._create_segment(path, 16)
     finally:
         os.close(fd)
         os.unlink(path)
 
 
 def test_a_peers_segment_of_another_size_is_refused():
-    path, fd = host._create_segment(4096)
+    path = host._draw_path()
+    fd = host._create_segment(path, 4096)
     try:
         with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match="segment of 8192 bytes, got 4096"):
             host._map_segment(fd, 8192)
@@ -51,7 +50,7 @@ def test_a_peers_segment_of_another_size_is_refused():
 def test_a_segment_without_room_is_refused_and_leaves_nothing():
     before = set(os.listdir("/dev/shm"))
     with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match="of room in /dev/shm"):
-        host._create_segment(1 << 45)
+        host._create_segment(host._draw_path(), 1 << 45)
     mine = [name for name in set(os.listdir("/dev/shm")) - before if f"-{os.getpid()}-" in name]
     assert mine == []
 
@@ -59,7 +58,7 @@ def test_a_segment_without_room_is_refused_and_leaves_nothing():
 def test_a_group_that_spans_machines_is_refused(monkeypatch):
     monkeypatch.setattr(group, "exchange", lambda *_: ["boot-a", "boot-a", "boot-b"])
     with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match="rank 0 and rank 2 on different ones"):
-        group.require_one_machine(None, torch.device("cpu"))
+        group.require_one_machine(None)
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def save_exchanges(ctx, op, *args, **kwargs):
         (
             {
                 "use_reentrant": False,
-                "context_fn": lambda: create_selective_checkpoint_contexts(save_exchanges),
+                "context_fn": lambda: create_selective_checkpoint_contexts(symm_a2a.checkpoint_ops()),
             },
             0,
         ),

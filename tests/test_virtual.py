@@ -33,7 +33,7 @@ def spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     small=st.booleans(),
 )
 def test_dispatch_moves_every_row_to_its_place(device, case, dtype, capacity, contiguous, small):
-    ids, xs = case.ids(), case.xs(dtype)
+    ids, xs, capacity = case.ids(), case.xs(dtype), case.whole(capacity)
     scores = case.scores(torch.float32)
     cfg = case.config(dtype=dtype, capacity=capacity, overflow="drop")
     expected_rows, expected_counts = reference.dispatch(
@@ -65,6 +65,7 @@ def leaves(tensors: list, device: str) -> list:
     small=st.booleans(),
 )
 def test_outputs_and_all_gradients_equal_the_oracle(device, case, capacity, small):
+    capacity = case.whole(capacity)
     cfg = case.config(dtype=torch.float64, capacity=capacity, overflow="drop")
     L, D = case.num_local_experts, case.hidden_dim
     with VirtualWorld(cfg, case.world_size, device) as world:
@@ -167,25 +168,58 @@ def test_double_backward_is_refused():
         xs = leaves(CASE.xs(torch.float64), "cpu")
         rows, _, handles = world.dispatch(xs, CASE.scores(torch.float64), CASE.ids())
         out = sum((o**2).sum() for o in world.combine(rows, handles))
-        (grad,) = torch.autograd.grad(out, xs[0], create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
+        with pytest.raises(symm_a2a.DoubleBackwardError, match="without create_graph"):
+            torch.autograd.grad(out, xs[0], create_graph=True)
 
 
-def test_overflow_is_raised_at_the_next_call_and_only_counted_with_drop():
+def test_overflow_is_raised_once_at_the_next_call():
     ids, xs, scores = CASE.ids(), CASE.xs(torch.float32), CASE.scores(torch.float32)
-    dropped = sum(r.num_dropped for r in reference.route(ids, CASE.num_experts, 1, 3))
-    assert dropped > 0
+    dropped = [r.num_dropped for r in reference.route(ids, CASE.num_experts, 1, 3)]
+    assert sum(dropped) > 0
     with VirtualWorld(CASE.config(dtype=torch.float32, capacity=3), CASE.world_size, "cpu") as world:
         rows, _, handles = world.dispatch(xs, scores, ids)
-        with pytest.raises(symm_a2a.CapacityError, match="dropped"):
-            world.combine(rows, handles)
+        assert [dispatcher.dropped_rows for dispatcher in world.dispatchers] == dropped
+        for count in filter(None, dropped):
+            with pytest.raises(symm_a2a.CapacityError, match=f"got {count} rows more"):
+                world.combine(rows, handles)
+        world.combine(rows, handles)
+
+
+def test_overflow_of_the_last_call_is_raised_by_close():
+    ids, xs, scores = CASE.ids(), CASE.xs(torch.float32), CASE.scores(torch.float32)
+    world = VirtualWorld(CASE.config(dtype=torch.float32, capacity=3), CASE.world_size, "cpu")
+    world.dispatch(xs, scores, ids, lane=1)
+    with pytest.raises(symm_a2a.CapacityError, match="dropped"):
+        world.close()
+    assert all(dispatcher.arena.closed for dispatcher in world.dispatchers)
+
+
+def test_overflow_is_only_counted_with_drop():
+    ids, xs, scores = CASE.ids(), CASE.xs(torch.float32), CASE.scores(torch.float32)
+    dropped = [r.num_dropped for r in reference.route(ids, CASE.num_experts, 1, 3)]
     cfg = CASE.config(dtype=torch.float32, capacity=3, overflow="drop")
     with VirtualWorld(cfg, CASE.world_size, "cpu") as world:
         for _ in range(2):
             world.dispatch(xs, scores, ids)
-        lanes = [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
-        assert sum(lane.dropped_rows for lane in lanes) == 2 * dropped
+        assert [dispatcher.dropped_rows for dispatcher in world.dispatchers] == [2 * n for n in dropped]
+
+
+def test_a_mistake_leaves_the_world_usable():
+    ids, xs, scores = CASE.ids(), CASE.xs(torch.float32), CASE.scores(torch.float32)
+    bad_ids = [i.clone() for i in ids]
+    bad_ids[2][0, 0] = 99
+    with VirtualWorld(CASE.config(dtype=torch.float32), CASE.world_size, "cpu") as world:
+        for arguments, error in (
+            ((xs, scores, ids[:2]), symm_a2a.InputError),
+            ((xs, scores, [*ids[:2], ids[0]]), symm_a2a.InputError),
+            ((xs, scores, bad_ids), symm_a2a.ExpertIdError),
+        ):
+            with pytest.raises(error):
+                world.dispatch(*arguments)
+        rows, _, handles = world.dispatch(xs, scores, ids)
+        with pytest.raises(symm_a2a.InputError, match="ys of 3 ranks, got 2"):
+            world.combine(rows[:2], handles)
+        world.combine(rows, handles)
 
 
 @pytest.mark.parametrize("bad", [6, -2, 2**32 + 1])

@@ -136,6 +136,8 @@ class AllToAllTokenDispatcher:
         scores_TK: torch.Tensor,
         topk_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor | None = None,
+        *,
+        lane: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, AllToAllHandle]:
         """Send every token to its experts' ranks; the host waits for the counts.
 
@@ -145,6 +147,7 @@ class AllToAllTokenDispatcher:
             topk_ids_TK: `(T, K)` of int32 or int64, an expert per slot; -1 masks the slot. The same
                 expert twice in a token counts twice.
             num_local_tokens_per_expert_E: `(E,)`; not read, the ids say the same.
+            lane: taken so that dispatchers can be swapped; collectives know no lanes.
 
         Returns:
             rows: `(R, D)` of `cfg.dtype`; it requires grad wherever grad mode is on.
@@ -240,12 +243,16 @@ class AllToAllTokenDispatcher:
         scores_TK: torch.Tensor,
         topk_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor | None = None,
+        *,
+        lane: int = 0,
     ) -> _Joinable[tuple[torch.Tensor, torch.Tensor, AllToAllHandle]]:
         """Run `dispatch` and return an object whose `join()` gives its result, once.
 
         Nothing is left to overlap with: it is here so that dispatchers can be swapped.
         """
-        return _Joinable(self.dispatch(x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E))
+        return _Joinable(
+            self.dispatch(x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E, lane=lane)
+        )
 
     def combine_async(
         self, y_RD: torch.Tensor, handle: AllToAllHandle, x_TD: torch.Tensor | None = None

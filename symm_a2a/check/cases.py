@@ -114,7 +114,8 @@ def draw_case(seed: int, world_size: int, device: str = "cpu") -> Case:
     for _ in range(rng.choice([1, 1, 2])):
         pad = rng.choice([1, 1, 2, 3, 8, 16])
         enough = most + sizes["num_experts"] // world_size * (pad - 1)
-        layers.append((rng.choice(["exact", "exact", "exact", enough, rng.randint(1, enough)]), pad))
+        fixed = [-(-rows // pad) * pad for rows in (enough, rng.randint(1, enough))]
+        layers.append((rng.choice(["exact", "exact", "exact", *fixed]), pad))
     forms = ["sync", "sync", "async", "pipelined", "pipelined", "checkpoint", "checkpoint async"]
     numbers = itertools.count()
     rounds = []

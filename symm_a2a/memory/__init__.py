@@ -14,12 +14,20 @@ from symm_a2a.memory.virtual import VirtualMemory
 
 Backend = Literal["cuda", "host", "virtual"]
 
-__all__ = ["Backend", "SymmetricMemory", "VirtualMemory", "choose_backend", "create_memory", "default_device"]
+__all__ = [
+    "Backend",
+    "SymmetricMemory",
+    "VirtualMemory",
+    "choose_backend",
+    "create_memory",
+    "default_device",
+    "require_agreement",
+]
 
 
-def default_device() -> torch.device:
-    """Return the current CUDA device where there is one, else the CPU."""
-    if torch.cuda.is_available():
+def default_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return the current CUDA device; the CPU where there is none, or for a group over gloo."""
+    if torch.cuda.is_available() and (group is None or dist.get_backend(group) != "gloo"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -56,7 +64,6 @@ def _require_supported(backend: str, device: torch.device, world_size: int) -> N
 
 def create_memory(
     nbytes: int,
-    fingerprint: str,
     device: torch.device,
     group: dist.ProcessGroup | None,
     backend: Backend | None = None,
@@ -65,13 +72,11 @@ def create_memory(
 
     Args:
         nbytes: bytes of each rank's arena.
-        fingerprint: everything that must be equal on all ranks, as text.
         device: where this rank's kernels run.
         group: the ranks; None for a group of one.
         backend: `"cuda"`, `"host"` or `"virtual"`; None chooses by device and group.
 
     Raises:
-        ConfigError: the ranks disagree about `fingerprint` or the backend.
         EnvironmentUnsupportedError: the backend cannot work here; nothing else is tried.
     """
     world_size = 1 if group is None else dist.get_world_size(group)
@@ -79,8 +84,7 @@ def create_memory(
     _require_supported(chosen, device, world_size)
     if chosen == "virtual" or group is None:
         return VirtualMemory.world(1, nbytes, device)[0]
-    require_agreement(group, device, "configuration", f"backend={chosen} {fingerprint}")
-    require_one_machine(group, device)
+    require_one_machine(group)
     if chosen == "cuda":
         from symm_a2a.memory.cuda import CudaMemory
 

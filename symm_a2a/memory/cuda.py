@@ -42,7 +42,7 @@ class CudaMemory:
                 arena = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         except RuntimeError as raised:
             error = raised
-        require_everyone(group, device, error)
+        require_everyone(group, error)
         assert arena is not None
         try:
             handle = symm_mem.rendezvous(arena, group=group)
@@ -51,7 +51,7 @@ class CudaMemory:
             ]
         except RuntimeError as raised:
             error = raised
-        require_everyone(group, device, error)
+        require_everyone(group, error)
         if handle is None:
             raise EnvironmentUnsupportedError("SymmetricMemory gave no rendezvous handle for the group")
         self._handle, self._arena = handle, arena

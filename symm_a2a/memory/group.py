@@ -10,14 +10,15 @@ from symm_a2a.errors import ConfigError, EnvironmentUnsupportedError
 _MESSAGE_BYTES = 1024
 
 
-def exchange(group: dist.ProcessGroup, device: torch.device, message: str) -> list[str]:
+def exchange(group: dist.ProcessGroup, message: str) -> list[str]:
     """Give every rank's message to every rank, in rank order; nothing is unpickled.
 
     Args:
         group: the ranks; all of them call this.
-        device: where the group's backend takes its tensors.
         message: at most 1024 bytes of UTF-8; longer ones are cut.
     """
+    # NCCL moves what is on GPUs, gloo what is not.
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     data = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -25,19 +26,18 @@ def exchange(group: dist.ProcessGroup, device: torch.device, message: str) -> li
     return [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in everyones]
 
 
-def require_agreement(group: dist.ProcessGroup, device: torch.device, what: str, value: str) -> None:
+def require_agreement(group: dist.ProcessGroup, what: str, value: str) -> None:
     """Raise on every rank where ranks differ in something that must be equal.
 
     Args:
         group: the ranks; all of them call this.
-        device: where the group's backend takes its tensors.
         what: the name of the thing, for the message.
         value: this rank's value.
 
     Raises:
         ConfigError: names the first rank that differs from rank 0, and both values.
     """
-    values = exchange(group, device, value)
+    values = exchange(group, value)
     for rank, other in enumerate(values):
         if other != values[0]:
             raise ConfigError(
@@ -46,18 +46,17 @@ def require_agreement(group: dist.ProcessGroup, device: torch.device, what: str,
             )
 
 
-def require_everyone(group: dist.ProcessGroup, device: torch.device, error: Exception | None) -> None:
+def require_everyone(group: dist.ProcessGroup, error: Exception | None) -> None:
     """Raise on every rank where a step of construction failed on any.
 
     Args:
         group: the ranks; all of them call this.
-        device: where the group's backend takes its tensors.
         error: what this rank's step raised, or None.
 
     Raises:
         EnvironmentUnsupportedError: names the ranks and their errors.
     """
-    reports = exchange(group, device, "" if error is None else f"{type(error).__name__}: {error}")
+    reports = exchange(group, "" if error is None else f"{type(error).__name__}: {error}")
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
     if failures:
         raise EnvironmentUnsupportedError(
@@ -65,14 +64,14 @@ def require_everyone(group: dist.ProcessGroup, device: torch.device, error: Exce
         ) from error
 
 
-def require_one_machine(group: dist.ProcessGroup, device: torch.device) -> None:
+def require_one_machine(group: dist.ProcessGroup) -> None:
     """Raise where the group spans machines: peer memory is mapped, not sent.
 
     Raises:
         EnvironmentUnsupportedError: names two ranks on different machines.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
-        boots = exchange(group, device, file.read().strip())
+        boots = exchange(group, file.read().strip())
     for rank, boot in enumerate(boots):
         if boot != boots[0]:
             raise EnvironmentUnsupportedError(

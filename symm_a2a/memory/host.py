@@ -7,11 +7,13 @@ every peer has mapped it.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
 import select
 import weakref
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -22,13 +24,16 @@ from symm_a2a.memory.group import exchange, require_everyone
 _FOLDER = "/dev/shm"
 
 
-def _create_segment(nbytes: int) -> tuple[str, int]:
-    """Create a segment that only this user can open; return its path and descriptor.
+def _draw_path() -> str:
+    return f"{_FOLDER}/symm_a2a-{os.getpid()}-{secrets.token_hex(16)}"
+
+
+def _create_segment(path: str, nbytes: int) -> int:
+    """Create a segment that only this user can open; return its descriptor.
 
     The pages are taken now: a sparse file on a full file system would end the process with
     SIGBUS in the middle of a kernel.
     """
-    path = f"{_FOLDER}/symm_a2a-{os.getpid()}-{secrets.token_hex(16)}"
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -39,7 +44,13 @@ def _create_segment(nbytes: int) -> tuple[str, int]:
             f"expected {nbytes} bytes of room in {_FOLDER}, got {error.strerror}; enlarge it "
             "(containers: --shm-size), or use fewer tokens per rank or lanes"
         ) from error
-    return path, fd
+    return fd
+
+
+def _unlink(paths: Iterable[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _map_segment(fd: int, nbytes: int) -> mmap.mmap:
@@ -88,28 +99,27 @@ class HostMemory:
         self.arenas: list[torch.Tensor] = []
         self._watched: dict[int, int] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._watched)
-        path, error = "", None
+        # Every rank knows every name before there is a segment: whoever is left can clean up.
+        peers = [m.rsplit("|", 1) for m in exchange(group, f"{_draw_path()}|{os.getpid()}")]
+        error = None
         try:
-            path, fd = _create_segment(nbytes)
-            os.close(fd)
-        except (OSError, EnvironmentUnsupportedError) as raised:
-            error = raised
-        try:
-            require_everyone(group, self.device, error)
-            peers = [m.rsplit("|", 1) for m in exchange(group, self.device, f"{path}|{os.getpid()}")]
             try:
-                for peer, (peer_path, pid) in enumerate(peers):
-                    self._map_peer(peer, peer_path, int(pid), nbytes)
+                os.close(_create_segment(peers[self.rank][0], nbytes))
+            except (OSError, EnvironmentUnsupportedError) as raised:
+                error = raised
+            require_everyone(group, error)
+            try:
+                for peer, (path, pid) in enumerate(peers):
+                    self._map_peer(peer, path, int(pid), nbytes)
             except (OSError, EnvironmentUnsupportedError) as raised:
                 error = raised
             # Nobody unlinks before everybody has mapped.
-            require_everyone(group, self.device, error)
+            require_everyone(group, error)
         except BaseException:
             self.close(failed=True)
+            _unlink(path for path, _ in peers)
             raise
-        finally:
-            if path:
-                os.unlink(path)
+        _unlink([peers[self.rank][0]])
 
     def _map_peer(self, peer: int, path: str, pid: int, nbytes: int) -> None:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

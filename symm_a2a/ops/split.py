@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from symm_a2a.errors import DoubleBackwardError, InputError
 from symm_a2a.exchange import (
     Dispatched,
     DispatchFlight,
@@ -54,8 +54,23 @@ class CombineState:
         self.zero = zero
         self.pad_multiple = pad_multiple
         self.flight: Tensor | None = None
+        self.flight_version = 0
         self.routing: Routing | None = None
         self.backward: tuple[Tensor, Tensor, Routing] | None = None
+
+
+def _require_first_order() -> None:
+    """Raise in a backward with `create_graph`: a second derivative would come out as zero."""
+    if torch.is_grad_enabled():
+        raise DoubleBackwardError(
+            "expected a backward without create_graph=True, got one with it; an exchange cannot be "
+            "differentiated twice"
+        )
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; inference tensors do not say."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _DispatchLaunch(torch.autograd.Function):
@@ -68,7 +83,6 @@ class _DispatchLaunch(torch.autograd.Function):
         return x.new_empty(1, dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         state: DispatchState = ctx.state
         assert state.backward is not None, "the backward of the join has launched"
@@ -85,19 +99,19 @@ class _DispatchJoin(torch.autograd.Function):
         result, state.flight = join_dispatch(state.flight), None
         ctx.state, state.result = state, result
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(result.rows_RD, *result.routing)
+        ctx.rows_shape = result.rows_RD.shape
+        ctx.save_for_backward(*result.routing)
         return result.rows_RD, result.routing.score_of_copy, result.token
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad_rows: Tensor | None, grad_scores: Tensor | None, grad_token: Tensor | None
     ) -> tuple[None, Tensor]:
         state: DispatchState = ctx.state
-        rows, *routing = ctx.saved_tensors
-        routing = Routing(*routing)
+        _require_first_order()
+        routing = Routing(*ctx.saved_tensors)
         if grad_rows is None:
-            grad_rows = torch.zeros_like(rows)
+            grad_rows = torch.zeros(ctx.rows_shape, dtype=state.lane.layout.dtype, device=state.lane.device)
         state.backward = launch_dispatch_backward(state.lane, grad_rows, grad_scores, routing), routing
         return None, state.anchor.detach()
 
@@ -108,10 +122,10 @@ class _CombineLaunch(torch.autograd.Function):
         ctx.state = state
         assert state.routing is not None, "a combine follows a dispatch"
         state.flight = launch_combine(state.lane, y, state.routing)
+        state.flight_version = _version(state.flight)
         return torch.empty_like(token)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         state: CombineState = ctx.state
         assert state.backward is not None, "the backward of the join has launched"
@@ -128,14 +142,19 @@ class _CombineJoin(torch.autograd.Function):
         assert state.routing is not None
         y, routing = state.flight, state.routing
         state.flight = state.routing = None
+        if _version(y) != state.flight_version:
+            raise InputError(
+                "expected y_RD as it was when the combine was launched, got it changed in place before the "
+                "join; the backward needs its values"
+            )
         ctx.state = state
         ctx.save_for_backward(y, *routing)
         out, _ = join_combine(state.lane, y, routing)
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[None, Tensor]:
+        _require_first_order()
         state: CombineState = ctx.state
         y, *routing = ctx.saved_tensors
         routing = Routing(*routing)

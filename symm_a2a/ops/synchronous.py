@@ -128,14 +128,15 @@ def _(
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.lane = inputs[4]
-    ctx.save_for_backward(*output)
+    ctx.lane, ctx.rows_shape, ctx.rows_dtype = inputs[4], output[0].shape, output[0].dtype
+    # Not the rows: nothing here reads them, and a caller may change them in place.
+    ctx.save_for_backward(*output[2:])
 
 
 def _dispatch_backward(ctx: Any, grad_rows: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
-    rows, _, *routing, token = ctx.saved_tensors
+    *routing, token = ctx.saved_tensors
     if grad_rows is None:
-        grad_rows = torch.zeros_like(rows)
+        grad_rows = token.new_zeros(ctx.rows_shape, dtype=ctx.rows_dtype)
     grad_scores, grad_token = grads[Routing._fields.index("score_of_copy") + 1], grads[-1]
     grad_x, grad_scores, grad_anchor = torch.ops.symm_a2a.dispatch_backward(
         grad_rows, grad_scores, grad_token, *routing, token, ctx.lane
