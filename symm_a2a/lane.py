@@ -256,7 +256,7 @@ class Lane:
                 if peer in astray:
                     raise self.fail(self._mismatch(kind, epoch, peer, astray[peer]))
             for peers, how in (
-                (gave_up, "gave up before it took part"),
+                (gave_up, "gave up before it took part; its own error says why"),
                 (ended, "ended before it took part"),
             ):
                 gone = [peer for peer in missing if peer in peers]
