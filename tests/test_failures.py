@@ -263,6 +263,7 @@ def forked_child_leaves(rank, group, how):
             os._exit(0)
         os.waitpid(pid, 0)
     dist.barrier(group)
+    assert dispatcher.arena.lanes[0].channel.abort_W.tolist() == [0, 0]
     rows, _, handle = dispatcher.dispatch(x, scores, ids)
     dispatcher.combine(rows, handle)
     dispatcher.close()
