@@ -223,6 +223,7 @@ def test_rows_changed_in_place_between_launch_and_join_are_noticed(dispatcher):
     y.mul_(0)
     with pytest.raises(symm_a2a.InputError, match="changed in place before the join"):
         pending.join()
+    dispatcher.combine(rows, handle)  # The lane is idle, not lost.
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

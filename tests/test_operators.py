@@ -175,13 +175,6 @@ def test_compile_with_checkpointing(backend, where):
         assert_same(ours, expected)
 
 
-def save_exchanges(ctx, op, *args, **kwargs):
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    must_save = op in symm_a2a.checkpoint_ops()
-    return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 @pytest.mark.parametrize(
     ("options", "repeats"),
     [

@@ -142,14 +142,15 @@ class _CombineJoin(torch.autograd.Function):
         assert state.routing is not None
         y, routing = state.flight, state.routing
         state.flight = state.routing = None
+        ctx.state = state
+        ctx.save_for_backward(y, *routing)
+        out, _ = join_combine(state.lane, y, routing)
+        # Only now: the lane is idle again, and the peers are served.
         if _version(y) != state.flight_version:
             raise InputError(
                 "expected y_RD as it was when the combine was launched, got it changed in place before the "
                 "join; the backward needs its values"
             )
-        ctx.state = state
-        ctx.save_for_backward(y, *routing)
-        out, _ = join_combine(state.lane, y, routing)
         return out
 
     @staticmethod
