@@ -6,12 +6,7 @@ runtime.choose_runtime()
 
 from symm_a2a import baselines, reference, testing  # noqa: E402
 from symm_a2a.config import EPConfig  # noqa: E402
-from symm_a2a.dispatcher import (  # noqa: E402
-    Handle,
-    PendingCombine,
-    PendingDispatch,
-    SymmTokenDispatcher,
-)
+from symm_a2a.dispatcher import SymmTokenDispatcher  # noqa: E402
 from symm_a2a.errors import (  # noqa: E402
     CapacityError,
     ClosedError,
@@ -28,7 +23,9 @@ from symm_a2a.errors import (  # noqa: E402
     PeerTimeoutError,
     SymmA2AError,
 )
+from symm_a2a.handle import Handle, PendingCombine, PendingDispatch  # noqa: E402
 from symm_a2a.ops import checkpoint_ops  # noqa: E402
+from symm_a2a.stats import Stats  # noqa: E402
 from symm_a2a.version import __version__  # noqa: E402
 from symm_a2a.virtual import VirtualWorld  # noqa: E402
 
@@ -50,6 +47,7 @@ __all__ = [
     "PeerTimeoutError",
     "PendingCombine",
     "PendingDispatch",
+    "Stats",
     "SymmA2AError",
     "SymmTokenDispatcher",
     "VirtualWorld",

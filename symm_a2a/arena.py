@@ -50,7 +50,7 @@ class Arena:
         # Trainers build models under a meta device or in inference mode; neither may reach these.
         with torch.inference_mode(False), torch.device(memory.device):
             self.lanes = [
-                Lane(index, memory, layout, cfg.timeout, cfg.overflow, self._failures)
+                Lane(index, memory, layout, cfg.timeout, cfg.overflow, cfg.num_programs, self._failures)
                 for index in range(layout.num_lanes)
             ]
             self.anchor = torch.zeros(1, dtype=torch.float32, device=memory.device, requires_grad=True)

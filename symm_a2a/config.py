@@ -40,6 +40,9 @@ class EPConfig:
             the last experts' first; `"raise"` also raises `CapacityError` at the next
             call, `"drop"` only counts them.
         timeout: seconds a rank waits for a peer before it raises `PeerTimeoutError`.
+        num_programs: the most programs that a kernel may have on a GPU, each of 16 warps and so at home
+            on one multiprocessor; None for as many as fill the GPU. With a budget the others are left to
+            what runs beside the exchange. Has no effect in the interpreter.
 
     Raises:
         ConfigError: a value is out of range; the message says what was expected.
@@ -60,10 +63,11 @@ class EPConfig:
     pad_multiple: int = 1
     overflow: Literal["raise", "drop"] = "raise"
     timeout: float = 60.0
+    num_programs: int | None = None
 
     def __post_init__(self) -> None:
         counts = ("num_experts", "top_k", "hidden_dim", "max_tokens_per_rank", "num_lanes", "pad_multiple")
-        for name in counts:
+        for name in (*counts, *(() if self.num_programs is None else ("num_programs",))):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"expected {name} to be a positive int, got {value!r}")

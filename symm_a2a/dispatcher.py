@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,88 +17,16 @@ from symm_a2a.errors import (
     ConfigError,
     EnvironmentUnsupportedError,
     InputError,
-    JoinedTwiceError,
 )
-from symm_a2a.exchange import EXACT, Routing
+from symm_a2a.exchange import EXACT, Routing, join_barrier, launch_barrier
+from symm_a2a.handle import Handle, PendingCombine, PendingDispatch
+from symm_a2a.kernels.blocks import SMALL_TOKENS
 from symm_a2a.kernels.channel import Kind
 from symm_a2a.lane import Lane
 from symm_a2a.memory import Backend, create_memory, default_device, require_agreement
-from symm_a2a.ops.split import (
-    CombineState,
-    DispatchState,
-    finish_combine,
-    finish_dispatch,
-    start_combine,
-    start_dispatch,
-)
-from symm_a2a.validation import check_combine, check_dispatch
-
-
-class Handle(NamedTuple):
-    """What a combine needs to know of its dispatch; ordinary tensors, owned by the handle.
-
-    A handle may be combined any number of times, and stays good whatever the lane does since.
-
-    Attributes:
-        routing: where the copies went.
-        token: float32 `(1,)`; orders the backward, holds nothing.
-        num_rows: R, the rows that the dispatch gave.
-        pad_multiple: of the dispatcher.
-        lane: the number of the dispatch's lane, where its combine runs too.
-    """
-
-    routing: Routing
-    token: Tensor
-    num_rows: int
-    pad_multiple: int
-    lane: int
-
-    @property
-    def copies_sent_W(self) -> Tensor:
-        """int32, the copies that this rank sent to each rank, itself included."""
-        return self.routing.tally[: self.routing.copy_of_peer_TW.shape[1]]
-
-
-class PendingDispatch:
-    """A dispatch in flight; `join` waits for it."""
-
-    def __init__(self, state: DispatchState, flying: Tensor, lane_number: int) -> None:
-        self._state: DispatchState | None = state
-        self._flying = flying
-        self._lane_number = lane_number
-
-    def join(self) -> tuple[Tensor, Tensor, Handle]:
-        """Wait for the rows; returns what `SymmTokenDispatcher.dispatch` does.
-
-        Raises:
-            JoinedTwiceError: it has been joined before.
-            ExchangeError: a peer did not take part.
-        """
-        if self._state is None:
-            raise JoinedTwiceError("expected a pending dispatch, got one that was joined before")
-        state, self._state = self._state, None
-        rows, counts, routing, token = finish_dispatch(state, self._flying)
-        return rows, counts, Handle(routing, token, rows.shape[0], state.pad_multiple, self._lane_number)
-
-
-class PendingCombine:
-    """A combine in flight; `join` waits for it."""
-
-    def __init__(self, state: CombineState, flying: Tensor) -> None:
-        self._state: CombineState | None = state
-        self._flying = flying
-
-    def join(self) -> Tensor:
-        """Wait for the sums; returns what `SymmTokenDispatcher.combine` does.
-
-        Raises:
-            JoinedTwiceError: it has been joined before.
-            ExchangeError: a peer did not take part.
-        """
-        if self._state is None:
-            raise JoinedTwiceError("expected a pending combine, got one that was joined before")
-        state, self._state = self._state, None
-        return finish_combine(state, self._flying)
+from symm_a2a.ops.split import CombineState, DispatchState, start_combine, start_dispatch
+from symm_a2a.stats import Stats, stats_of
+from symm_a2a.validation import check_combine, check_dispatch, check_ids
 
 
 class SymmTokenDispatcher:
@@ -272,6 +200,49 @@ class SymmTokenDispatcher:
         flying = start_combine(state, y_RD, handle.routing, handle.token)
         return PendingCombine(state, flying)
 
+    def barrier(self, *, lane: int = 0) -> None:
+        """Wait until every rank has called this; on a GPU, the device waits. One launch there.
+
+        It orders nothing but itself, and uses the lane as an exchange does.
+
+        Raises:
+            LaneBusyError, ExchangeError, ClosedError: as for `dispatch`.
+        """
+        self._require_open()
+        self._lane_number(lane)
+        launch_barrier(self.arena.lanes[lane])
+        join_barrier(self.arena.lanes[lane])
+
+    def broadcast_counts(self, topk_ids_TK: Tensor, *, lane: int = 0) -> Tensor:
+        """Exchange the numbers of slots that each rank has for each expert, and no rows.
+
+        Args:
+            topk_ids_TK: as for `dispatch`.
+            lane: which lane to use, the same on every rank.
+
+        Returns:
+            int32 `(W, E)`: slots of each rank for each expert, equal on every rank.
+
+        Raises:
+            InputError, ExpertIdError, LaneBusyError, ExchangeError, ClosedError: as for `dispatch`.
+        """
+        self._require_open()
+        check_ids(self.cfg, self.device, topk_ids_TK)
+        self._lane_number(lane)
+        counts_WE = launch_barrier(self.arena.lanes[lane], topk_ids_TK)
+        assert counts_WE is not None
+        join_barrier(self.arena.lanes[lane], counts_WE)
+        return counts_WE
+
+    def stats(self) -> Stats:
+        """Return what all dispatchers of this arena have done so far; waits for the device.
+
+        Raises:
+            ClosedError: the dispatcher was closed.
+        """
+        self._require_open()
+        return stats_of(self.arena.lanes, self.arena.layout)
+
     def warmup(self) -> None:
         """Run every operation once in every lane, so that all kernels are compiled.
 
@@ -280,14 +251,19 @@ class SymmTokenDispatcher:
         cfg = self.cfg
         for lane in range(cfg.num_lanes):
             for ids_dtype in (torch.int32, torch.int64):
-                with torch.inference_mode(False), torch.enable_grad():
-                    x = torch.zeros(
-                        1, cfg.hidden_dim, dtype=cfg.dtype, device=self.device, requires_grad=True
-                    )
-                    scores = torch.zeros(1, cfg.top_k, device=self.device)
-                    ids = torch.full((1, cfg.top_k), -1, dtype=ids_dtype, device=self.device)
-                    rows, _, handle = self.dispatch(x, scores, ids, lane=lane)
-                    self.combine(rows, handle).sum().backward()
+                self._warm_up(1, ids_dtype, lane)
+                if cfg.max_tokens_per_rank > SMALL_TOKENS and cfg.capacity != "exact":
+                    # Other kernels than for a small message.
+                    self._warm_up(SMALL_TOKENS + 1, ids_dtype, lane)
+
+    def _warm_up(self, T: int, ids_dtype: torch.dtype, lane: int) -> None:
+        cfg = self.cfg
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.zeros(T, cfg.hidden_dim, dtype=cfg.dtype, device=self.device, requires_grad=True)
+            scores = torch.zeros(T, cfg.top_k, device=self.device)
+            ids = torch.full((T, cfg.top_k), -1, dtype=ids_dtype, device=self.device)
+            rows, _, handle = self.dispatch(x, scores, ids, lane=lane)
+            self.combine(rows, handle).sum().backward()
 
     @property
     def dropped_rows(self) -> int:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from symm_a2a.kernels.barrier import barrier
+from symm_a2a.kernels.blocks import SMALL_TOKENS
 from symm_a2a.kernels.channel import Kind
 from symm_a2a.kernels.count import count
 from symm_a2a.kernels.expand import expand
@@ -23,6 +25,7 @@ from symm_a2a.kernels.finish import finish
 from symm_a2a.kernels.gather import gather
 from symm_a2a.kernels.scatter import scatter
 from symm_a2a.lane import Lane
+from symm_a2a.ranges import ranged
 
 EXACT = -1
 """The capacity that stands for as many rows as arrive."""
@@ -34,8 +37,9 @@ class Routing(NamedTuple):
     Attributes:
         copy_of_peer_TW: int32, at the origin: each token's copy at each peer, or -1.
         copy_of_slot_TK: int32, at the origin: `peer * C + copy` of each slot, or -1.
-        row_of_copy: int32 `(W, C, K)`, at the experts: each received copy's rows, or -1.
-        score_of_copy: `(W, C, K)`, at the experts: the scores of those rows; differentiable.
+        row_of_copy: int32 `(W, C, K)`, at the experts: each received copy's rows, its slots' in their
+            order, then -1; -1 too for a slot that a static capacity has dropped.
+        score_of_copy: `(W, C, K)`, at the experts: the scores of those slots; differentiable.
         tally: int32 `(2 W + L + 1,)`: copies sent to each peer, copies received from each
             peer, rows of each local expert, the dispatch's epoch.
     """
@@ -71,6 +75,7 @@ def _token(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(1, dtype=torch.float32)
 
 
+@ranged("launch", Kind.DISPATCH)
 def launch_dispatch(
     lane: Lane,
     x_TD: torch.Tensor,
@@ -92,18 +97,21 @@ def launch_dispatch(
         score_of_copy=scores_TK.new_empty((W, C, K)),
         tally=ids_TK.new_empty(2 * W + layout.num_local_experts + 1, dtype=torch.int32),
     )
-    lane.begin(Kind.DISPATCH)
-    expert_sums, peer_sums = count(lane.channel, ids_TK, routing.tally)
+    # A small message counts in its scatter. With "exact" the counts go ahead: the host waits for them.
+    counts_first = T > SMALL_TOKENS or capacity == EXACT
+    lane.begin(Kind.DISPATCH, kernel_waits=counts_first)
+    sums = count(lane.channel, ids_TK, routing.tally) if counts_first else None
     if capacity == EXACT:
         lane.start_row_count(pad_multiple)
     scatter(
         lane.channel, Kind.DISPATCH, x_TD, routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
-        slots=(ids_TK, scores_TK, expert_sums, peer_sums),
+        slots=(ids_TK, scores_TK), sums=sums,
     )  # fmt: skip
-    inputs = (x_TD, scores_TK, ids_TK, expert_sums, peer_sums)
+    inputs = (x_TD, scores_TK, ids_TK, *(sums or ()))
     return DispatchFlight(lane, routing, capacity, pad_multiple, inputs)
 
 
+@ranged("join", Kind.DISPATCH, lambda flight: flight.lane)
 def join_dispatch(flight: DispatchFlight) -> Dispatched:
     """Take the rows that a dispatch brought here, in (expert, origin rank, origin slot) order."""
     lane, routing = flight.lane, flight.routing
@@ -123,6 +131,7 @@ def join_dispatch(flight: DispatchFlight) -> Dispatched:
     return Dispatched(rows_RD, tokens_per_expert_L, routing, token)
 
 
+@ranged("launch", Kind.COMBINE)
 def launch_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Send back, for every copy received, the weighted sum of its rows; return the rows sent."""
     y_RD = y_RD.contiguous()
@@ -131,6 +140,7 @@ def launch_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing) -> torch.Te
     return y_RD
 
 
+@ranged("join", Kind.COMBINE)
 def join_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum what came back for each token; return `(T, D)` and a token."""
     T = routing.copy_of_peer_TW.shape[0]
@@ -144,6 +154,7 @@ def join_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing) -> tuple[torc
     return out_TD, token
 
 
+@ranged("launch", Kind.COMBINE_BACKWARD)
 def launch_combine_backward(lane: Lane, grad_out_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Send each token's output gradient where its row went; return the rows sent."""
     grad_out_TD = grad_out_TD.contiguous()
@@ -155,6 +166,7 @@ def launch_combine_backward(lane: Lane, grad_out_TD: torch.Tensor, routing: Rout
     return grad_out_TD
 
 
+@ranged("join", Kind.COMBINE_BACKWARD)
 def join_combine_backward(
     lane: Lane, y_RD: torch.Tensor, routing: Routing, pad_multiple: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -171,6 +183,7 @@ def join_combine_backward(
     return grad_y_RD, grad_score_of_copy, token
 
 
+@ranged("launch", Kind.DISPATCH_BACKWARD)
 def launch_dispatch_backward(
     lane: Lane, grad_rows_RD: torch.Tensor, grad_score_of_copy: torch.Tensor | None, routing: Routing
 ) -> torch.Tensor:
@@ -190,6 +203,7 @@ def launch_dispatch_backward(
     return grad_rows_RD
 
 
+@ranged("join", Kind.DISPATCH_BACKWARD)
 def join_dispatch_backward(
     lane: Lane, grad_rows_RD: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -205,3 +219,29 @@ def join_dispatch_backward(
     )  # fmt: skip
     lane.end()
     return grad_x_TD, grad_scores_TK, token
+
+
+@ranged("launch", Kind.BARRIER)
+def launch_barrier(lane: Lane, ids_TK: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Tell every peer that this rank is here, and with `ids_TK` how many slots go to each expert.
+
+    Returns:
+        For `join_barrier`: int32 `(W, E)`, to hold the counts of every rank; None without ids.
+    """
+    counts_WE = None
+    lane.begin(Kind.BARRIER, kernel_waits=True)
+    if ids_TK is not None:
+        layout = lane.layout
+        counts_WE = ids_TK.new_empty((layout.world_size, layout.num_experts), dtype=torch.int32)
+        count(lane.channel, ids_TK.contiguous(), counts_WE.new_empty(layout.world_size))
+    barrier(lane.channel, counts_WE, arrive=True, leave=lane.channel.spins)
+    return counts_WE
+
+
+@ranged("join", Kind.BARRIER)
+def join_barrier(lane: Lane, counts_WE: torch.Tensor | None = None) -> None:
+    """Wait until every peer is here; afterwards `counts_WE` is written."""
+    lane.arrive(Kind.BARRIER)
+    if not lane.channel.spins:
+        barrier(lane.channel, counts_WE, arrive=False, leave=True)
+    lane.end()

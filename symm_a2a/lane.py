@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -24,33 +25,28 @@ from symm_a2a.kernels.channel import (
     EPOCH_SHIFT,
     LABEL_MASK,
     LABEL_SHIFT,
-    STATE_CELLS,
     Cell,
     Channel,
+    HostCounts,
     Kind,
     Report,
     Wait,
+    state_cells,
 )
 from symm_a2a.kernels.credit import credit
-from symm_a2a.kernels.row_count import row_count
 from symm_a2a.layout import FLAGS, ArenaLayout
 from symm_a2a.memory import SymmetricMemory
+from symm_a2a.readback import RowCount, host_visible
 
 _POLLS_PER_SECOND = 1_000_000
 """Looks at a flag per second from a GPU; a wait in a kernel is bounded by their number."""
 
-_PROGRAMS_PER_SM = 4
 _BREAKS = (
     "a rank that skips its backward, runs in no_grad alone, or whose loss ignores its output "
     "(add 0 * out.sum()) breaks that order"
 )
 _ADVICE = f" (EPConfig.timeout). Every rank must run every exchange, in the same order: {_BREAKS}"
 _FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
-
-
-def _host_visible(size: int, device: torch.device) -> torch.Tensor:
-    """Zeroed int64 memory that kernels write and the host reads at any time."""
-    return torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
 
 class Lane:
@@ -62,6 +58,7 @@ class Lane:
         layout: the arena's layout.
         timeout: seconds a rank waits for a peer.
         overflow: `"raise"` or `"drop"`, see `EPConfig`.
+        num_programs: the most programs that a kernel may have, see `EPConfig`.
         failures: shared by the lanes of an arena: when one fails, all refuse work.
     """
 
@@ -72,6 +69,7 @@ class Lane:
         layout: ArenaLayout,
         timeout: float,
         overflow: str,
+        num_programs: int | None,
         failures: list[ExchangeError],
     ) -> None:
         device, offset = memory.device, layout.lane_offset(index)
@@ -87,6 +85,7 @@ class Lane:
         self._owner = os.getpid()
         self._in_flight: Kind | None = None
         self._last_launch: Kind | None = None
+        self._last_launch_captured = False
         mine = memory.arenas[memory.rank]
         polls = min(int(timeout * _POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0
         self.channel = Channel(
@@ -97,22 +96,29 @@ class Lane:
             ),
             abort_W=layout.abort.view(mine, 0),
             local={name: region.view(mine, offset) for name, region in layout.regions.items()},
-            state=torch.zeros(STATE_CELLS, dtype=torch.int64, device=device),
-            status=_host_visible(Report.WORDS + layout.world_size, device),
+            state=torch.zeros(state_cells(layout.world_size), dtype=torch.int64, device=device),
+            status=host_visible(Report.WORDS + layout.world_size, device),
             polls=polls,
             spins=memory.spins,
-            programs=_programs(device),
-            blocks=blocks_for(layout),
+            programs=num_programs if device.type == "cuda" else 1,
+            multiprocessors=_multiprocessors(device),
+            blocks=blocks_for(layout, num_programs),
+            counts=HostCounts(),
         )
         self._status = self.channel.status.numpy()
-        self._rows = _RowCount(device)
+        self._rows = RowCount(device)
         if memory.host_waits:
             self._state = self.channel.state.numpy()
             self._abort = self.channel.abort_W.numpy()
             self._flags = {name: self.channel.local[name].numpy() for name in FLAGS}
 
-    def begin(self, kind: Kind) -> None:
+    def begin(self, kind: Kind, *, kernel_waits: bool = False) -> None:
         """Open a launch: the lane is idle, and every peer has taken the last one's data.
+
+        Args:
+            kind: what is launched.
+            kernel_waits: whether the first kernel waits, in one program, for the peers to have
+                taken the last data; it does so where kernels may wait.
 
         Raises:
             LaneBusyError: an exchange of this lane has not been joined.
@@ -123,11 +129,16 @@ class Lane:
         direction, launched = _direction(kind), _launched(kind)
         if self.memory.host_waits:
             self._wait(f"{direction}_free", int(self._state[launched]), kind, Wait.CREDIT)
-        elif self.memory.spins and kind != Kind.DISPATCH and self._repeats_direction(kind):
-            # A dispatch waits in its count kernel; where the directions alternate, the
-            # exchange joined in between implies the credit.
-            credit(self.channel, kind)
+        elif self.memory.spins:
+            captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            # Where the directions alternate, the exchange joined in between implies the credit.
+            # What a captured graph will follow when it is replayed, nobody knows.
+            alternates = self._alternates(kind) and captured == self._last_launch_captured
+            if not kernel_waits and not alternates:
+                credit(self.channel, kind)
+            self._last_launch_captured = captured
         self._in_flight = self._last_launch = kind
+        self.channel.counts.exchanges[kind.scatters] += 1
 
     def require_idle(self, kind: Kind) -> None:
         """Raise where `begin` would, without waiting and without opening anything."""
@@ -141,8 +152,8 @@ class Lane:
                 "came between its launch and its join the lane is lost: close the dispatcher, make a new one"
             )
 
-    def _repeats_direction(self, kind: Kind) -> bool:
-        return self._last_launch is not None and self._last_launch.scatters == kind.scatters
+    def _alternates(self, kind: Kind) -> bool:
+        return self._last_launch is None or self._last_launch.scatters != kind.scatters
 
     def arrive(self, kind: Kind) -> None:
         """Open a join: every peer's copies are here, or a kernel makes sure that they are.
@@ -176,7 +187,9 @@ class Lane:
             self._wait("counts_ready", int(self._state[Cell.COUNTED]), Kind.DISPATCH, Wait.COUNTS)
         if not self.memory.spins:
             self._rows.start(self.channel, pad_multiple)
-        rows = self._rows.read()
+        self.channel.counts.syncs += 1
+        with self._blocked():
+            rows = self._rows.read()
         if rows < 0:
             self.raise_reports()
             raise self.fail(ExchangeError("the peers' counts did not arrive"))
@@ -238,8 +251,21 @@ class Lane:
         if self._closed:
             raise ClosedError(f"expected an open arena, got lane {self.index} of one that was closed")
 
+    @contextlib.contextmanager
+    def _blocked(self) -> Iterator[None]:
+        """Count the time inside as time blocked."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.channel.counts.blocked += time.perf_counter() - begin
+
     def _wait(self, flag: str, epoch: int, kind: Kind, wait: Wait) -> None:
         """Sleep until every peer's flag has reached `epoch`."""
+        with self._blocked():
+            self._poll(flag, epoch, kind, wait)
+
+    def _poll(self, flag: str, epoch: int, kind: Kind, wait: Wait) -> None:
         words, nap = self._flags[flag], _FIRST_NAP
         deadline = time.monotonic() + self.timeout
         while True:
@@ -254,7 +280,9 @@ class Lane:
             missing = [int(peer) for peer in missing if words[peer] >> EPOCH_SHIFT < epoch]
             for peer in missing:
                 if peer in astray:
-                    raise self.fail(self._mismatch(kind, epoch, peer, astray[peer]))
+                    raise self.fail(
+                        self._mismatch(kind, epoch, peer, astray[peer], scatters=not kind.scatters)
+                    )
             for peers, how in (
                 (gave_up, "gave up before it took part; its own error says why"),
                 (ended, "ended before it took part"),
@@ -306,46 +334,20 @@ class Lane:
             return ExchangeError(self._story(late, kind, wait, epoch, "has not launched it yet"))
         labels = (words >> LABEL_SHIFT) & LABEL_MASK
         peer = int(np.flatnonzero((labels != label) | (words >> EPOCH_SHIFT != epoch))[0])
-        return self._mismatch(kind, epoch, peer, int(words[peer]))
+        return self._mismatch(kind, epoch, peer, int(words[peer]), scatters=kind.scatters)
 
-    def _mismatch(self, kind: Kind, epoch: int, peer: int, word: int) -> ExchangeMismatchError:
+    def _mismatch(
+        self, kind: Kind, epoch: int, peer: int, word: int, *, scatters: bool
+    ) -> ExchangeMismatchError:
+        """Return the error for a peer's word of a scatter, or of a gather, that names something else."""
         label = (word >> LABEL_SHIFT) & LABEL_MASK
-        theirs, dispatch = Kind(label & 3), label >> 2
+        theirs, dispatch = Kind.of_label(label, scatters=scatters), label >> 2
         return ExchangeMismatchError(
             f"expected every rank to run {kind.title} in lane {self.index}, epoch {epoch}, "
             f"got {theirs.title} (of dispatch {dispatch}, modulo 16) from peer {peer} "
             f"while rank {self.memory.rank} runs {kind.title}. Every rank must run every exchange in the "
             f"same order, in the backward too: {_BREAKS}"
         )
-
-
-class _RowCount:
-    """Reads one number from the device, beside the caller's stream where there are streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cell = torch.zeros(1, dtype=torch.int64, device=device)
-        self._copy = _host_visible(1, device)
-        self._on_gpu = device.type == "cuda"
-        if self._on_gpu:
-            self._stream = torch.cuda.Stream(device, priority=-1)
-            self._event = torch.cuda.Event()
-
-    def start(self, channel: Channel, pad_multiple: int) -> None:
-        """Count on the device what the caller's stream has been given to send."""
-        if not self._on_gpu:
-            row_count(channel, self._copy, pad_multiple)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._cell.device))
-        with torch.cuda.stream(self._stream):
-            row_count(channel, self._cell, pad_multiple)
-            self._copy.copy_(self._cell, non_blocking=True)
-            self._event.record()
-
-    def read(self) -> int:
-        """Return the count that was started last."""
-        if self._on_gpu:
-            self._event.synchronize()
-        return int(self._copy.numpy()[0])
 
 
 def _direction(kind: Kind) -> str:
@@ -356,8 +358,6 @@ def _launched(kind: Kind) -> Cell:
     return Cell.SCATTER_LAUNCHED if kind.scatters else Cell.GATHER_LAUNCHED
 
 
-def _programs(device: torch.device) -> int:
-    """Return the programs that fill a GPU; 1 on the CPU, where they run one after another."""
-    if device.type != "cuda":
-        return 1
-    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+def _multiprocessors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; 1 for the CPU, where programs run one after another."""
+    return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count

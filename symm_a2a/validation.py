@@ -53,9 +53,8 @@ def check_dispatch(
             )
     if not scores_TK.dtype.is_floating_point:
         raise InputError(f"expected scores_TK of a floating point dtype, got {scores_TK.dtype}")
-    if topk_ids_TK.dtype not in ID_DTYPES:
-        raise InputError(f"expected topk_ids_TK of dtype int32 or int64, got {topk_ids_TK.dtype}")
-    for name, tensor in (("x_TD", x_TD), ("scores_TK", scores_TK), ("topk_ids_TK", topk_ids_TK)):
+    check_ids(cfg, device, topk_ids_TK)
+    for name, tensor in (("x_TD", x_TD), ("scores_TK", scores_TK)):
         if tensor.device != device:
             raise InputError(f"expected {name} on {device}, got {tensor.device}")
     counts_E = num_local_tokens_per_expert_E
@@ -64,6 +63,30 @@ def check_dispatch(
             f"expected num_local_tokens_per_expert_E of shape ({cfg.num_experts},), "
             f"got {tuple(counts_E.shape)}"
         )
+
+
+def check_ids(cfg: EPConfig, device: torch.device, topk_ids_TK: torch.Tensor) -> None:
+    """Raise unless the expert ids of a dispatch fit the configuration.
+
+    Args:
+        cfg: sizes.
+        device: where the dispatcher's rows live.
+        topk_ids_TK: `(T, K)` of int32 or int64, T at most `cfg.max_tokens_per_rank`.
+
+    Raises:
+        InputError: a shape, dtype or device that does not fit; the message has both.
+    """
+    if topk_ids_TK.dim() != 2 or topk_ids_TK.shape[1] != cfg.top_k:
+        raise InputError(f"expected topk_ids_TK of shape (T, {cfg.top_k}), got {tuple(topk_ids_TK.shape)}")
+    if topk_ids_TK.shape[0] > cfg.max_tokens_per_rank:
+        raise InputError(
+            f"expected at most max_tokens_per_rank = {cfg.max_tokens_per_rank} tokens, "
+            f"got {topk_ids_TK.shape[0]}"
+        )
+    if topk_ids_TK.dtype not in ID_DTYPES:
+        raise InputError(f"expected topk_ids_TK of dtype int32 or int64, got {topk_ids_TK.dtype}")
+    if topk_ids_TK.device != device:
+        raise InputError(f"expected topk_ids_TK on {device}, got {topk_ids_TK.device}")
 
 
 def check_combine(cfg: EPConfig, device: torch.device, y_RD: torch.Tensor, num_rows: int) -> None:

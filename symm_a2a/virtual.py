@@ -10,8 +10,9 @@ from torch import Tensor
 
 from symm_a2a.arena import Arena
 from symm_a2a.config import EPConfig
-from symm_a2a.dispatcher import Handle, SymmTokenDispatcher
+from symm_a2a.dispatcher import SymmTokenDispatcher
 from symm_a2a.errors import InputError, SymmA2AError
+from symm_a2a.handle import Handle
 from symm_a2a.memory import VirtualMemory, default_device
 from symm_a2a.ops.tie import tie
 

@@ -97,10 +97,13 @@ def use_small_blocks(world: symm_a2a.VirtualWorld) -> None:
             layout = lane.layout
             small = Blocks(
                 tokens=4,
+                small_tokens=2,
                 strip=padded(layout.top_k),
                 sums=2,
                 copies=8,
+                send_rows=2,
                 copy_rows=4,
+                grad_rows=4,
                 rows=2,
                 columns=16,
                 peers=min(2, padded(layout.world_size)),

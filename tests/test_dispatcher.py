@@ -10,6 +10,7 @@ import torch
 
 import symm_a2a
 from symm_a2a import EPConfig, SymmTokenDispatcher
+from symm_a2a.kernels.channel import Channel
 from symm_a2a.layout import FLAGS
 
 T, E, K, D, C = 5, 4, 2, 6, 8
@@ -159,6 +160,33 @@ def test_a_shared_arena_wants_the_same_sizes(dispatcher):
 def test_a_backend_that_cannot_work_says_why(options, message):
     with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match=message):
         SymmTokenDispatcher(config(), **options)
+
+
+def test_warmup_launches_all_that_a_later_call_does(monkeypatch):
+    """Small messages and large ones are counted by other kernels."""
+    cfg = symm_a2a.EPConfig(
+        num_experts=4, top_k=2, hidden_dim=4, max_tokens_per_rank=200, dtype=torch.float32, capacity=900
+    )
+    with symm_a2a.SymmTokenDispatcher(cfg, device="cpu") as dispatcher:
+        forms = set()
+        launch = Channel.launch
+
+        def launched(self, kernel, *args):
+            def call(*given, **options):
+                forms.add((kernel.__name__, *(options.get(name) for name in ("KIND", "COUNTS_TOO", "PLACE"))))
+                return launch(self, kernel, *args)(*given, **options)
+
+            return call
+
+        monkeypatch.setattr(Channel, "launch", launched)
+        dispatcher.warmup()
+        warm = set(forms)
+        for tokens in (3, 150):
+            x = torch.randn(tokens, 4, requires_grad=True)
+            rows, _, handle = dispatcher.dispatch(x, torch.rand(tokens, 2), torch.randint(4, (tokens, 2)))
+            dispatcher.combine(rows, handle).sum().backward()
+        assert warm
+        assert forms == warm
 
 
 def test_warmup_uses_every_lane_in_both_directions(dispatcher):

@@ -63,6 +63,7 @@ def test_no_launch_without_the_credit_of_every_peer(lanes, kind):
         Kind.DISPATCH_BACKWARD: lambda lane, d: exchange.launch_dispatch_backward(
             lane, d.rows_RD + 1, None, d.routing
         ),
+        Kind.BARRIER: lambda lane, d: exchange.launch_barrier(lane),
     }[kind]
     join = {
         Kind.DISPATCH: lambda lane, d, flying: exchange.join_dispatch(flying),
@@ -73,6 +74,7 @@ def test_no_launch_without_the_credit_of_every_peer(lanes, kind):
         Kind.DISPATCH_BACKWARD: lambda lane, d, flying: exchange.join_dispatch_backward(
             lane, flying, d.routing
         ),
+        Kind.BARRIER: lambda lane, d, flying: exchange.join_barrier(lane),
     }[kind]
     flying = [again(lane, d) for lane, d in zip(lanes, done, strict=True)]
     join(lanes[0], done[0], flying[0])
@@ -108,6 +110,9 @@ def test_a_join_frees_the_sections_of_every_peer(lanes):
         ("combine backward", "dispatch"),
         ("dispatch", "combine backward"),
         ("combine backward", "combine backward"),
+        ("barrier", "dispatch"),
+        ("dispatch", "barrier"),
+        ("barrier", "combine backward"),
     ],
 )
 def test_another_exchange_than_the_peers_is_an_error_on_both_sides(lanes, mine, theirs):
@@ -121,11 +126,15 @@ def test_another_exchange_than_the_peers_is_an_error_on_both_sides(lanes, mine, 
     def start(rank, what):
         if what == "dispatch":
             return launch(lanes[rank])
+        if what == "barrier":
+            return exchange.launch_barrier(lanes[rank])
         return exchange.launch_combine_backward(lanes[rank], torch.ones(T, D), handles[rank][rank].routing)
 
     def finish(rank, what, flying):
         if what == "dispatch":
             return exchange.join_dispatch(flying)
+        if what == "barrier":
+            return exchange.join_barrier(lanes[rank])
         done = handles[rank][rank]
         return exchange.join_combine_backward(lanes[rank], done.rows_RD, done.routing, 1)
 

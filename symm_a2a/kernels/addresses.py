@@ -30,3 +30,16 @@ def copies_in_turn(first, rank, W: tl.constexpr, BLOCK: tl.constexpr):
     index = first + tl.arange(0, BLOCK)
     place = index // W
     return (rank + place + index % W) % W, place
+
+
+@triton.jit
+def slots_of(row_of_copy_ptr, copy, mask, K: tl.constexpr, K_PAD: tl.constexpr):
+    """How many slots of each copy must be looked at: none behind the last that has a row.
+
+    Example: rows `[12, -1, 7, -1]`, the second slot's dropped by a static capacity: 3.
+    """
+    k = tl.arange(0, K_PAD)
+    row = tl.load(
+        row_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask[:, None] & (k < K)[None, :], other=-1
+    )
+    return tl.max(tl.where(row >= 0, k[None, :] + 1, 0), 1)

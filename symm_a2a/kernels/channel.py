@@ -7,8 +7,9 @@ waiting for the device. Flags, counts, headers and rows lie in symmetric memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -17,17 +18,28 @@ from symm_a2a.layout import ArenaLayout
 
 
 class Kind(IntEnum):
-    """The four operations; two bits of a ready word."""
+    """The operations; their last two bits are in a ready word.
+
+    A barrier is a scatter of nothing. In the words of scatters it has the bits of a combine, which
+    is a gather and never writes there.
+    """
 
     DISPATCH = 0
     COMBINE = 1
     DISPATCH_BACKWARD = 2
     COMBINE_BACKWARD = 3
+    BARRIER = 5
+
+    @classmethod
+    def of_label(cls, label: int, *, scatters: bool) -> Kind:
+        """Return the operation that a label names, in a word of a scatter or of a gather."""
+        kind = cls(label & 3)
+        return cls.BARRIER if scatters and not kind.scatters else kind
 
     @property
     def scatters(self) -> bool:
         """Whether rows go from origins to experts; otherwise from experts to origins."""
-        return self in (Kind.DISPATCH, Kind.COMBINE_BACKWARD)
+        return self in (Kind.DISPATCH, Kind.COMBINE_BACKWARD, Kind.BARRIER)
 
     @property
     def title(self) -> str:
@@ -36,7 +48,11 @@ class Kind(IntEnum):
 
 
 class Cell(IntEnum):
-    """Places in a lane's `state`: int64, device memory, written by this rank alone."""
+    """Places in a lane's `state`: int64, device memory, written by this rank alone.
+
+    `ROWS` counts the rows that dispatches brought here; from `EXCHANGES` on stand four counts of
+    exchanges launched, by `Kind`, and from `COPIES` on `(4, W)` counts of copies sent, by kind and peer.
+    """
 
     SCATTER_LAUNCHED = 0
     SCATTER_JOINED = 1
@@ -50,6 +66,9 @@ class Cell(IntEnum):
     DONE_EXPAND_GRAD = 11
     DONE_GATHER = 12
     DONE_FINISH = 13
+    ROWS = 14
+    EXCHANGES = 16
+    COPIES = 20
 
 
 class Wait(IntEnum):
@@ -75,7 +94,27 @@ class Report(IntEnum):
     WORDS = 8
 
 
-STATE_CELLS = 16
+def state_cells(world_size: int) -> int:
+    """Return the length of a lane's `state`."""
+    return Cell.COPIES + 4 * world_size
+
+
+@dataclass
+class HostCounts:
+    """What the host has done in a lane so far.
+
+    Attributes:
+        launches: kernels launched.
+        syncs: times that the host waited for a number of the device's.
+        blocked: seconds spent waiting, for peers or for such a number.
+        exchanges: launched, gathers and scatters.
+    """
+
+    launches: int = 0
+    syncs: int = 0
+    blocked: float = 0.0
+    exchanges: list[int] = field(default_factory=lambda: [0, 0])
+
 
 # A flag word is `epoch << 30 | label << 24 | copies`, with
 # `label = (dispatch epoch mod 16) << 2 | kind`; free and counts flags have only the epoch.
@@ -95,12 +134,14 @@ class Channel:
         peers_W: int64, the address of this lane in every rank's arena.
         abort_W: int64, this rank's abort words.
         local: this rank's regions by name, as typed views.
-        state: int64 `(STATE_CELLS,)`, see `Cell`.
+        state: int64 `(state_cells(W),)`, see `Cell`.
         status: int64 `(Report.WORDS + W,)`, see `Report`.
         polls: how often a wait looks before it gives up; 0 where the host has waited.
         spins: whether a launch ends only when every peer's copies have arrived.
-        programs: programs that fill the device.
+        programs: the most programs that a kernel may have; None for as many as fill the device.
+        multiprocessors: of the device; what fills it is a number of programs for each of them.
         blocks: tile sizes.
+        counts: what the host has done.
     """
 
     rank: int
@@ -112,13 +153,25 @@ class Channel:
     status: torch.Tensor
     polls: int
     spins: bool
-    programs: int
+    programs: int | None
+    multiprocessors: int
     blocks: Blocks
+    counts: HostCounts
 
     def offset(self, region: str) -> int:
         """Return where a region starts, in bytes from the lane's address on any rank."""
         return self.layout.regions[region].offset
 
-    def grid(self, work: int) -> tuple[int]:
-        """Return a grid of at most `programs`; never 0, which Triton would silently skip."""
-        return (max(1, min(work, self.programs)),)
+    def launch(self, kernel: Any, work: int, per_multiprocessor: int = 1) -> Any:
+        """Return what launches a kernel in a persistent grid, to be called with the kernel's arguments.
+
+        The grid is never 0, which Triton would silently skip.
+
+        Args:
+            kernel: decorated with `triton.jit`.
+            work: the most programs that have something to do.
+            per_multiprocessor: how many programs fill a multiprocessor.
+        """
+        self.counts.launches += 1
+        most = self.multiprocessors * per_multiprocessor if self.programs is None else self.programs
+        return kernel[(max(1, min(work, most)),)]

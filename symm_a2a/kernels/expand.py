@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import copies_in_turn
+from symm_a2a.kernels.addresses import copies_in_turn, slots_of
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
 from symm_a2a.kernels.flags import copies_in, label_of
@@ -13,6 +13,7 @@ from symm_a2a.kernels.phases import may_join, release_sections
 
 _DONE = tl.constexpr(int(Cell.DONE_EXPAND))
 _JOINED = tl.constexpr(int(Cell.SCATTER_JOINED))
+_ROWS = tl.constexpr(int(Cell.ROWS))
 _OVERFLOW = tl.constexpr(int(Report.OVERFLOW_ROWS))
 _KIND = tl.constexpr(int(Kind.DISPATCH))
 
@@ -26,8 +27,11 @@ def _read_headers(
     """Turn a block of headers into rows and scores, kept for the combine and the backward.
 
     A header's word is `position * L + local expert`, or -1 for a slot that another rank has;
-    the row is the position plus where the rows of (origin, expert) start. Copies that did not
-    come have no rows, and scores of zero.
+    the row is the position plus where the rows of (origin, expert) start. The slots that are
+    here come first, in their order: of K slots few are, and who reads them can stop at the last.
+    Copies that did not come have no rows, and scores of zero.
+
+    Example: words `[-1, 6, -1, 3]` of a copy, rows 12 and 7: `[12, 7, -1, -1]` is stored.
     """
     source, place = copies_in_turn(first, rank, W, BLOCK_C)
     came = place < tl.gather(received, source, 0)
@@ -43,11 +47,15 @@ def _read_headers(
     slot = tl.maximum(word, 0)
     start = tl.gather(row_starts, tl.reshape(source[:, None] * L_PAD + slot % L, [BLOCK_C * K_PAD]), 0)
     row = tl.reshape(start, [BLOCK_C, K_PAD]) + slot // L
-    row = tl.where((word >= 0) & (row < capacity) & came[:, None], row, -1)
+    mine = (word >= 0) & came[:, None] & (k < K)[None, :]
+    row = tl.where(mine & (row < capacity), row, -1)
+    ahead = tl.cumsum(mine.to(tl.int32), 1) - mine.to(tl.int32)
+    others = tl.sum(mine.to(tl.int32), 1)[:, None] + k[None, :] - ahead
+    target = copy[:, None] * K + tl.where(mine, ahead, others)
     mask = (place < C)[:, None] & (k < K)[None, :]
-    tl.store(row_of_copy_ptr + copy[:, None] * K + k[None, :], row, mask=mask)
+    tl.store(row_of_copy_ptr + target, row, mask=mask)
     scores = score_bits.to(score_of_copy_ptr.dtype.element_ty, bitcast=True)
-    tl.store(score_of_copy_ptr + copy[:, None] * K + k[None, :], scores, mask=mask)
+    tl.store(score_of_copy_ptr + target, scores, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank", "C", "capacity"])
@@ -57,7 +65,7 @@ def _expand_kernel(
     FREE: tl.constexpr, PAD: tl.constexpr, GAPS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, L_PAD: tl.constexpr,
     W: tl.constexpr, W_PAD: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Expand the copies of all sections, and free the sections.
 
@@ -72,7 +80,6 @@ def _expand_kernel(
     L: tl.constexpr = E // W
     w = tl.arange(0, W_PAD)
     e = tl.arange(0, L_PAD)
-    k = tl.arange(0, K_PAD)
     epoch = tl.load(state_ptr + _JOINED) + 1
     label = label_of(epoch, _KIND)
     words, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, label, _KIND, W, W_PAD)
@@ -90,6 +97,8 @@ def _expand_kernel(
             tl.store(tally_ptr + 2 * W + e, expert_rows, mask=e < L)
             tl.store(tally_ptr + 2 * W + L, (epoch & 0x7FFFFFFF).to(tl.int32))
             tl.store(token_ptr, 0.0)
+            rows = tl.sum(expert_rows, 0).to(tl.int64)
+            tl.store(state_ptr + _ROWS, tl.load(state_ptr + _ROWS) + rows)
             # A grouped GEMM that follows must not read past the capacity.
             within = tl.maximum(tl.minimum(size, capacity - start), 0)
             tl.store(tokens_per_expert_ptr + e, within, mask=e < L)
@@ -105,22 +114,25 @@ def _expand_kernel(
             for r in tl.range(first, tl.minimum(first + BLOCK_C, tl.max(received, 0) * W), BLOCK_R):
                 source, place = copies_in_turn(r, rank, W, BLOCK_R)
                 copy = source * C + place
-                row = tl.load(
-                    row_of_copy_ptr + copy[:, None] * K + k[None, :],
-                    mask=(place < C)[:, None] & (k < K)[None, :], other=-1,
-                )  # fmt: skip
-                wanted = tl.max(row, 1) >= 0
+                slots = slots_of(row_of_copy_ptr, copy, place < C, K, K_PAD)
+                most = tl.max(slots, 0)
                 for c in tl.range(0, D, BLOCK_N):
                     column = c + tl.arange(0, BLOCK_N)
                     tile = tl.load(
                         payload_ptr + copy[:, None].to(tl.int64) * P + column[None, :],
-                        mask=wanted[:, None] & (column < P)[None, :],
+                        mask=(slots > 0)[:, None] & (column < P)[None, :],
                     )
-                    tl.store(
-                        rows_ptr + row[:, :, None].to(tl.int64) * D + column[None, None, :],
-                        tl.broadcast_to(tile[:, None, :], [BLOCK_R, K_PAD, BLOCK_N]),
-                        mask=(row >= 0)[:, :, None] & (column < D)[None, None, :],
-                    )
+                    for k0 in tl.range(0, most, BLOCK_K):
+                        k = k0 + tl.arange(0, BLOCK_K)
+                        row = tl.load(
+                            row_of_copy_ptr + copy[:, None] * K + k[None, :],
+                            mask=k[None, :] < slots[:, None], other=-1,
+                        )  # fmt: skip
+                        tl.store(
+                            rows_ptr + row[:, :, None].to(tl.int64) * D + column[None, None, :],
+                            tl.broadcast_to(tile[:, None, :], [BLOCK_R, BLOCK_K, BLOCK_N]),
+                            mask=(row >= 0)[:, :, None] & (column < D)[None, None, :],
+                        )
         if GAPS:
             zero_gaps(rows_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)
     release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, W, W_PAD)
@@ -148,7 +160,7 @@ def expand(
         channel: the lane.
         rows_RD: written whole; rows past its end are dropped and counted.
         tokens_per_expert_L: int32, written: padded counts that stay within `rows_RD`.
-        row_of_copy: int32 `(W, C, K)`, written whole: each received copy's rows, or -1.
+        row_of_copy: int32 `(W, C, K)`, written whole: each received copy's rows, then -1.
         score_of_copy: `(W, C, K)` of the score dtype, written whole: their scores, or 0.
         tally: int32 `(2 W + L + 1,)`; from `W` on written: copies received from each peer,
             rows of each local expert before padding and drops, the dispatch's epoch.
@@ -176,7 +188,8 @@ def expand(
     layout = channel.layout
     blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
-    _expand_kernel[channel.grid(triton.cdiv(W * layout.max_tokens, blocks.copies))](
+    work = triton.cdiv(W * layout.max_tokens, blocks.copies)
+    channel.launch(_expand_kernel, work, blocks.residency.expand)(
         rows_RD, tokens_per_expert_L, row_of_copy, score_of_copy, tally, token,
         channel.local["counts"], channel.local["headers"], channel.local["scatter_rows"],
         channel.peers_W, channel.local["scatter_ready"], channel.state, channel.status,
@@ -184,5 +197,6 @@ def expand(
         FREE=channel.offset("scatter_free"), PAD=pad_multiple, GAPS=not exact or pad_multiple > 1,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         E=layout.num_experts, L_PAD=padded(L), W=W, W_PAD=padded(W),
-        BLOCK_C=blocks.copies, BLOCK_R=blocks.copy_rows, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+        BLOCK_C=blocks.copies, BLOCK_R=blocks.copy_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,
+        num_warps=blocks.warps,
     )  # fmt: skip

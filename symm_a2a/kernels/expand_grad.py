@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import copies_in_turn
+from symm_a2a.kernels.addresses import copies_in_turn, slots_of
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import label_of
@@ -40,7 +40,8 @@ def _expand_grad_kernel(
     grad_y_ptr, grad_score_ptr, y_ptr, row_of_copy_ptr, score_of_copy_ptr, tally_ptr, token_ptr,
     payload_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr, rank, C, capacity,
     FREE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, L_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, VECTOR: tl.constexpr,
+    K_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """For each copy's row `g` and each of its slots: `grad_y = score * g`, `grad_score = <y, g>`.
@@ -63,9 +64,10 @@ def _expand_grad_kernel(
             source, place = copies_in_turn(first, rank, W, BLOCK_R)
             came = place < tl.load(tally_ptr + W + source)
             copy = source * C + place
-            for k0 in tl.range(0, K, BLOCK_K):
+            slots = slots_of(row_of_copy_ptr, copy, came, K, K_PAD)
+            for k0 in tl.range(0, tl.max(slots, 0), BLOCK_K):
                 k = k0 + tl.arange(0, BLOCK_K)
-                mask = came[:, None] & (k < K)[None, :]
+                mask = k[None, :] < slots[:, None]
                 row = tl.load(row_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=-1)
                 score = tl.load(score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0)
                 products = tl.full((BLOCK_R, BLOCK_K, BLOCK_N // VECTOR), 0, score_dtype)
@@ -86,6 +88,12 @@ def _expand_grad_kernel(
                     product = tl.where(there, y * g, 0.0)
                     products += tl.sum(tl.reshape(product, [BLOCK_R, BLOCK_K, BLOCK_N // VECTOR, VECTOR]), 3)
                 tl.store(grad_score_ptr + copy[:, None] * K + k[None, :], tl.sum(products, 2), mask=mask)
+            every = tl.arange(0, K_PAD)
+            tl.store(
+                grad_score_ptr + copy[:, None] * K + every[None, :],
+                tl.full((BLOCK_R, K_PAD), 0, score_dtype),
+                mask=(came[:, None] & (every < K)[None, :]) & (every[None, :] >= slots[:, None]),
+            )  # fmt: skip
         _zero_absent(grad_score_ptr, tally_ptr, rank, C, K, BLOCK_K, W, BLOCK_C)
         e = tl.arange(0, L_PAD)
         expert_rows = tl.load(tally_ptr + 2 * W + e, mask=e < L, other=0)
@@ -146,13 +154,14 @@ def expand_grad(
     layout = channel.layout
     blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
-    _expand_grad_kernel[channel.grid(triton.cdiv(W * layout.max_tokens, blocks.copy_rows))](
+    work = triton.cdiv(W * layout.max_tokens, blocks.grad_rows)
+    channel.launch(_expand_grad_kernel, work, blocks.residency.expand_grad)(
         grad_y_RD, grad_score_of_copy, y_RD, row_of_copy, score_of_copy, tally, token,
         channel.local["scatter_rows"], channel.peers_W, channel.local["scatter_ready"],
         channel.state, channel.status, channel.rank, layout.max_tokens, grad_y_RD.shape[0],
         FREE=channel.offset("scatter_free"), PAD=pad_multiple,
-        D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, L=L, L_PAD=padded(L),
-        W=W, W_PAD=padded(W), VECTOR=blocks.vector,
-        BLOCK_C=blocks.copies, BLOCK_R=blocks.copy_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,
+        D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
+        L=L, L_PAD=padded(L), W=W, W_PAD=padded(W), VECTOR=blocks.vector,
+        BLOCK_C=blocks.copies, BLOCK_R=blocks.grad_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,
         num_warps=blocks.warps,
     )  # fmt: skip

@@ -64,7 +64,10 @@ def _finish_kernel(
             if HAS_SCORES:
                 mask = (t < T)[:, None] & (k < K)[None, :]
                 copy = tl.load(copy_of_slot_ptr + t[:, None] * K + k[None, :], mask=mask, other=-1)
-                grad = tl.load(scores_ptr + copy.to(tl.int64) * K + k[None, :], mask=copy >= 0, other=0.0)
+                # A copy's record has the slots that went with it, in their order.
+                earlier = (copy[:, :, None] == copy[:, None, :]) & (k[None, None, :] < k[None, :, None])
+                index = tl.sum(earlier.to(tl.int32), 2)
+                grad = tl.load(scores_ptr + copy.to(tl.int64) * K + index, mask=copy >= 0, other=0.0)
                 tl.store(grad_scores_ptr + t[:, None] * K + k[None, :], grad, mask=mask)
         if program == 0:
             tl.store(token_ptr, 0.0)
@@ -117,7 +120,7 @@ def finish(
     blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
     T = out_TD.shape[0]
-    _finish_kernel[channel.grid(triton.cdiv(T, blocks.rows))](
+    channel.launch(_finish_kernel, triton.cdiv(T, blocks.rows), blocks.residency.finish)(
         out_TD, channel.local["gather_scores"] if grad_scores_TK is None else grad_scores_TK, token,
         copy_of_peer_TW, copy_of_slot_TK, tally,
         channel.local["gather_rows"], channel.local["gather_scores"], channel.peers_W,

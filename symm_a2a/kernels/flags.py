@@ -36,7 +36,7 @@ def label_of(dispatch_epoch, KIND: tl.constexpr):
 
     Example: dispatch epoch 18, kind 1 (combine): `(18 mod 16) << 2 | 1 = 9`.
     """
-    return ((dispatch_epoch & 15) << 2) | KIND
+    return ((dispatch_epoch & 15) << 2) | (KIND & 3)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import copies_in_turn, peer_regions
+from symm_a2a.kernels.addresses import copies_in_turn, peer_regions, slots_of
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import healthy, label_of, last_program
@@ -24,7 +24,7 @@ def _gather_kernel(
     ROWS: tl.constexpr, SCORES: tl.constexpr, READY: tl.constexpr,
     WEIGHTED: tl.constexpr, HAS_SCORES: tl.constexpr, SPINS: tl.constexpr, KIND: tl.constexpr,
     SCORE: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, L: tl.constexpr,
     W: tl.constexpr, W_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -45,13 +45,15 @@ def _gather_kernel(
             came = place < tl.load(tally_ptr + W + origin)
             copy = origin * C + place
             target = (rank * C + place).to(tl.int64)
+            slots = slots_of(row_of_copy_ptr, copy, came, K, K_PAD)
+            most = tl.max(slots, 0)
             section = peer_regions(peers_ptr, origin, came, ROWS, y_ptr.dtype.element_ty)
             for c in tl.range(0, P, BLOCK_N):
                 column = c + tl.arange(0, BLOCK_N)
                 total = tl.full((BLOCK_R, BLOCK_N), 0, SCORE)
-                for k0 in tl.range(0, K, BLOCK_K):
+                for k0 in tl.range(0, most, BLOCK_K):
                     k = k0 + tl.arange(0, BLOCK_K)
-                    mask = came[:, None] & (k < K)[None, :]
+                    mask = k[None, :] < slots[:, None]
                     row = tl.load(row_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=-1)
                     there = (row >= 0)[:, :, None] & (column < D)[None, None, :]
                     y = tl.load(
@@ -135,7 +137,8 @@ def gather(
     layout = channel.layout
     blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
-    _gather_kernel[channel.grid(triton.cdiv(W * layout.max_tokens, blocks.copy_rows))](
+    work = triton.cdiv(W * layout.max_tokens, blocks.copy_rows)
+    channel.launch(_gather_kernel, work, blocks.residency.gather)(
         y_RD, row_of_copy, row_of_copy if score_of_copy is None else score_of_copy, tally,
         channel.peers_W, channel.local["gather_ready"], channel.local["gather_free"],
         channel.abort_W, channel.state, channel.status, channel.rank, layout.max_tokens, channel.polls,
@@ -144,6 +147,7 @@ def gather(
         WEIGHTED=kind == Kind.COMBINE, HAS_SCORES=score_of_copy is not None,
         SPINS=channel.spins, KIND=int(kind),
         SCORE=tl.float64 if layout.score_dtype == torch.float64 else tl.float32,
-        D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, L=L, W=W, W_PAD=padded(W),
+        D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
+        L=L, W=W, W_PAD=padded(W),
         BLOCK_R=blocks.copy_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip

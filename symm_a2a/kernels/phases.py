@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from symm_a2a.kernels.channel import Cell
 from symm_a2a.kernels.flags import (
     WAIT_COPIES,
     WAIT_CREDIT,
@@ -16,6 +17,9 @@ from symm_a2a.kernels.flags import (
     report,
     wait,
 )
+
+_EXCHANGES = tl.constexpr(int(Cell.EXCHANGES))
+_COPIES = tl.constexpr(int(Cell.COPIES))
 
 
 @triton.jit
@@ -39,6 +43,10 @@ def announce(
     """End a launch, in its last program: publish, and with `SPINS` wait until every peer has."""
     publish(peers_ptr, READY, rank, flag_words(epoch, label, W_PAD) | copies, W, W_PAD)
     tl.store(state_ptr + LAUNCHED, epoch)
+    peer = tl.arange(0, W_PAD)
+    sent_ptr = state_ptr + _COPIES + KIND * W + peer
+    tl.store(sent_ptr, tl.load(sent_ptr, mask=peer < W, other=0) + copies, mask=peer < W)
+    tl.store(state_ptr + _EXCHANGES + KIND, tl.load(state_ptr + _EXCHANGES + KIND) + 1)
     if SPINS:
         words = wait(ready_ptr, abort_ptr, epoch, polls, W, W_PAD)
         if reached(words, epoch, W, W_PAD) == 0:

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from symm_a2a.kernels.addresses import peer_regions
-from symm_a2a.kernels.blocks import padded
+from symm_a2a.kernels.blocks import SMALL_TOKENS, padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
+from symm_a2a.kernels.counting import count_tokens, send_counts
 from symm_a2a.kernels.flags import flag_words, healthy, label_of, last_program, publish
 from symm_a2a.kernels.phases import announce, may_launch
 
@@ -131,16 +132,19 @@ def _scatter_kernel(
     copy_of_peer_ptr, copy_of_slot_ptr, tally_ptr,
     peers_ptr, ready_ptr, free_ptr, abort_ptr, state_ptr, status_ptr, rank, T, C, num_blocks, polls,
     HEADERS: tl.constexpr, ROWS: tl.constexpr, READY: tl.constexpr, COUNTS_READY: tl.constexpr,
-    PLACE: tl.constexpr, SPINS: tl.constexpr, KIND: tl.constexpr, HEADER: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
-    E: tl.constexpr, E_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, EPOCH: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
+    COUNTS: tl.constexpr, PLACE: tl.constexpr, COUNTS_TOO: tl.constexpr, SPINS: tl.constexpr,
+    KIND: tl.constexpr, HEADER: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    W: tl.constexpr, W_PAD: tl.constexpr, EPOCH: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scatter rows, each program a run of token blocks; with `PLACE` the headers too.
 
-    Without `PLACE` (the combine's backward) the copies go where the dispatch put them. The
-    last program publishes, and with `SPINS` waits until every peer has.
+    With `COUNTS_TOO`, for at most `BLOCK_A` tokens, every program counts the tokens ahead of its own,
+    and the first one counts all and sends the counts: no count kernel runs. Without `PLACE` (the
+    combine's backward) the copies go where the dispatch put them. The last program publishes, and
+    with `SPINS` waits until every peer has.
 
     Example: rank 1 sends token 5 as its third copy to rank 0: the row goes to
     `scatter_rows[1, 2]` at rank 0.
@@ -153,11 +157,25 @@ def _scatter_kernel(
     w = tl.arange(0, W_PAD)
     epoch = tl.load(state_ptr + _LAUNCHED) + 1
     if PLACE:
-        # The count kernel holds the credit already.
-        ok = healthy(state_ptr)
-        expert_base = _sums_before(expert_sums_ptr, begin, e, E, BLOCK_S)
-        peer_base = _sums_before(peer_sums_ptr, begin, w, W, BLOCK_S)
         dispatch_epoch = epoch
+        if COUNTS_TOO:
+            ok = may_launch(free_ptr, state_ptr, status_ptr, epoch, KIND, W, W_PAD)
+            expert_base, peer_base = count_tokens(
+                ids_ptr, status_ptr, 0, begin * BLOCK_T, False, K, K_PAD, E, E_PAD, W, W_PAD, BLOCK_A, BLOCK_W
+            )
+            if ok & (program == 0):
+                slots, copies = count_tokens(
+                    ids_ptr, status_ptr, 0, T, True, K, K_PAD, E, E_PAD, W, W_PAD, BLOCK_A, BLOCK_W
+                )
+                tl.store(tally_ptr + w, copies, mask=w < W)
+                send_counts(
+                    slots, peers_ptr, state_ptr, rank, epoch, COUNTS, COUNTS_READY, E, E_PAD, W, W_PAD
+                )
+        else:
+            # The count kernel holds the credit already.
+            ok = healthy(state_ptr)
+            expert_base = _sums_before(expert_sums_ptr, begin, e, E, BLOCK_S)
+            peer_base = _sums_before(peer_sums_ptr, begin, w, W, BLOCK_S)
     else:
         ok = may_launch(free_ptr, state_ptr, status_ptr, epoch, KIND, W, W_PAD)
         dispatch_epoch = tl.load(tally_ptr + EPOCH).to(tl.int64)
@@ -169,8 +187,16 @@ def _scatter_kernel(
                     expert_base, peer_base, block, rank, T, C, HEADERS, HEADER,
                     K, K_PAD, E, W, BLOCK_T, BLOCK_J, BLOCK_W,
                 )  # fmt: skip
-                expert_base += tl.load(expert_sums_ptr + block * E + e, mask=e < E, other=0)
-                peer_base += tl.load(peer_sums_ptr + block * W + w, mask=w < W, other=0)
+                if COUNTS_TOO:
+                    slots, copies = count_tokens(
+                        ids_ptr, status_ptr, block * BLOCK_T, tl.minimum((block + 1) * BLOCK_T, T), False,
+                        K, K_PAD, E, E_PAD, W, W_PAD, BLOCK_T, BLOCK_W,
+                    )  # fmt: skip
+                    expert_base += slots
+                    peer_base += copies
+                else:
+                    expert_base += tl.load(expert_sums_ptr + block * E + e, mask=e < E, other=0)
+                    peer_base += tl.load(peer_sums_ptr + block * W + w, mask=w < W, other=0)
                 tl.debug_barrier()
             _send_block(
                 x_ptr, copy_of_peer_ptr, peers_ptr, block, rank, T, C,
@@ -196,14 +222,14 @@ def scatter(
     copy_of_peer_TW: torch.Tensor,
     copy_of_slot_TK: torch.Tensor,
     tally: torch.Tensor,
-    slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    slots: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sums: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Send the rows of `x_TD` to the ranks of their experts, and publish them.
 
-    Needs the copies of the last scatter in this lane to have been taken by every peer: for a
-    dispatch `count` has waited for that, for a combine's backward the host has, or a gather
-    joined since implies it. When the kernel has run, every peer can see rows and headers
-    behind its `scatter_ready` flag.
+    Needs the copies of the last scatter in this lane to have been taken by every peer: `count`
+    has waited for that, or the host has, or a gather joined since implies it. When the kernel has
+    run, every peer can see rows and headers behind its `scatter_ready` flag.
 
     Args:
         channel: the lane.
@@ -212,8 +238,9 @@ def scatter(
         copy_of_peer_TW: int32, each token's copy at each peer, or -1; written by a dispatch.
         copy_of_slot_TK: int32, `peer * C + copy` of each slot, or -1; written by a dispatch.
         tally: int32 `(2 W + L + 1,)`; the first `W` are the copies for each peer.
-        slots: for a dispatch `(ids_TK, scores_TK, expert_sums, peer_sums)`, contiguous, the
-            scores of the layout's score dtype, the sums as `count` returned them.
+        slots: for a dispatch `(ids_TK, scores_TK)`, contiguous, the scores of the layout's score dtype.
+        sums: as `count` returned them; None to count here, at most `SMALL_TOKENS` tokens, and write
+            the first `W` of the tally.
 
     Example:
         >>> import symm_a2a
@@ -226,8 +253,8 @@ def scatter(
         >>> tally = torch.zeros(2 * 2 + 1 + 1, dtype=torch.int32)
         >>> of_peer, of_slot = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
         >>> channel, theirs = lanes[0].channel, lanes[1].channel.local
-        >>> slots = (ids, scores, *count(channel, ids, tally))
-        >>> scatter(channel, Kind.DISPATCH, x, of_peer, of_slot, tally, slots)
+        >>> sums = count(channel, ids, tally)
+        >>> scatter(channel, Kind.DISPATCH, x, of_peer, of_slot, tally, (ids, scores), sums)
         >>> of_peer.tolist(), of_slot.tolist()
         ([[-1, 0], [0, -1]], [[2, 2], [0, -1]])
         >>> theirs["scatter_rows"][0, 0, :2].tolist(), theirs["headers"][0, 0, :, 0].tolist()
@@ -236,22 +263,27 @@ def scatter(
     layout = channel.layout
     blocks = channel.blocks
     T = x_TD.shape[0]
-    num_blocks = max(1, triton.cdiv(T, blocks.tokens))
-    ids, scores, expert_sums, peer_sums = slots or (copy_of_slot_TK, x_TD, tally, tally)
+    counts_too = slots is not None and sums is None
+    tokens = blocks.small_tokens if counts_too else blocks.tokens
+    num_blocks = max(1, triton.cdiv(T, tokens))
+    ids, scores = slots or (copy_of_slot_TK, x_TD)
+    expert_sums, peer_sums = sums or (tally, tally)
     W, L = layout.world_size, layout.num_local_experts
-    _scatter_kernel[channel.grid(num_blocks)](
+    channel.launch(_scatter_kernel, num_blocks, blocks.residency.scatter)(
         x_TD, ids, scores, expert_sums, peer_sums, copy_of_peer_TW, copy_of_slot_TK, tally,
         channel.peers_W, channel.local["scatter_ready"], channel.local["scatter_free"],
         channel.abort_W, channel.state, channel.status,
         channel.rank, T, layout.max_tokens, num_blocks, channel.polls,
         HEADERS=channel.offset("headers"), ROWS=channel.offset("scatter_rows"),
         READY=channel.offset("scatter_ready"), COUNTS_READY=channel.offset("counts_ready"),
-        PLACE=slots is not None, SPINS=channel.spins, KIND=int(kind),
+        COUNTS=channel.offset("counts"), PLACE=slots is not None, COUNTS_TOO=counts_too,
+        SPINS=channel.spins, KIND=int(kind),
         HEADER=tl.int64 if layout.header_dtype == torch.int64 else tl.int32,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         E=layout.num_experts, E_PAD=max(2, padded(layout.num_experts)), W=W, W_PAD=padded(W),
         EPOCH=2 * W + L,
-        BLOCK_T=blocks.tokens, BLOCK_J=blocks.strip, BLOCK_S=blocks.sums,
-        BLOCK_R=min(blocks.rows, blocks.tokens), BLOCK_W=blocks.peers, BLOCK_N=blocks.columns,
+        BLOCK_A=padded(min(SMALL_TOKENS, layout.max_tokens)), BLOCK_T=tokens,
+        BLOCK_J=min(blocks.strip, tokens * padded(layout.top_k)), BLOCK_S=blocks.sums,
+        BLOCK_R=min(blocks.send_rows, tokens), BLOCK_W=blocks.peers, BLOCK_N=blocks.columns,
         num_warps=blocks.warps,
     )  # fmt: skip

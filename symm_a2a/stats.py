@@ -1,0 +1,120 @@
+"""What the exchanges of a rank have moved, launched and waited for so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from symm_a2a.kernels.channel import Cell, Kind
+from symm_a2a.lane import Lane
+from symm_a2a.layout import ArenaLayout
+
+FLAG_BYTES = 8
+COUNT_BYTES = 4
+_OPERATIONS = (Kind.DISPATCH, Kind.COMBINE, Kind.DISPATCH_BACKWARD, Kind.COMBINE_BACKWARD)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts since a dispatcher's arena was made, of all of its lanes; `W` is the number of ranks.
+
+    What the device counts is counted there, so that replays of a captured graph are included. The
+    difference of two is what came between them.
+
+    Attributes:
+        launches: kernels that the host has launched.
+        host_syncs: times that the host waited for a number of the device's; one for each dispatch with
+            `capacity="exact"`.
+        blocked_seconds: the host's time waiting for peers, or for such a number. On GPUs the kernels wait
+            for the peers, and their time is not in it.
+        exchanges: launched, by operation: `dispatch`, `combine`, `dispatch_backward`, `combine_backward`.
+        copies: rows sent, by operation, to each rank, this one included: `W` numbers.
+        rows: that dispatches brought here, before padding and drops.
+        payload_bytes_W: row contents stored at each rank, this one included.
+        metadata_bytes_W: all else stored there: headers, counts, score gradients, flags, and what
+            pads rows to 16 bytes.
+        dropped_rows: past a static capacity, and not raised as an error.
+        symmetric_bytes: symmetric memory of this rank.
+    """
+
+    launches: int
+    host_syncs: int
+    blocked_seconds: float
+    exchanges: dict[str, int]
+    copies: dict[str, list[int]]
+    rows: int
+    payload_bytes_W: list[int]
+    metadata_bytes_W: list[int]
+    dropped_rows: int
+    symmetric_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return numbers, lists and dicts alone, as JSON has them."""
+        return asdict(self)
+
+    def __sub__(self, earlier: Stats) -> Stats:
+        mine, theirs = asdict(self), asdict(earlier)
+        memory = mine.pop("symmetric_bytes")
+        return Stats(**{name: _minus(mine[name], theirs[name]) for name in mine}, symmetric_bytes=memory)
+
+
+def stats_of(lanes: Iterable[Lane], layout: ArenaLayout) -> Stats:
+    """Add up what the lanes of an arena have done; waits for the device to read its counts."""
+    W = layout.world_size
+    launches = syncs = rows = dropped = 0
+    blocked = 0.0
+    exchanges, copies = [0] * len(_OPERATIONS), [[0] * W for _ in _OPERATIONS]
+    payload_W, metadata_W = [0] * W, [0] * W
+    for lane in lanes:
+        counts, state = lane.channel.counts, lane.channel.state.tolist()
+        launches, syncs, blocked = launches + counts.launches, syncs + counts.syncs, blocked + counts.blocked
+        rows, dropped = rows + state[Cell.ROWS], dropped + lane.dropped_rows
+        for kind in _OPERATIONS:
+            times = state[Cell.EXCHANGES + kind]
+            sent_W = state[Cell.COPIES + kind * W :][:W]
+            exchanges[kind] += times
+            for peer, sent in enumerate(sent_W):
+                copies[kind][peer] += sent
+                payload_W[peer] += sent * layout.hidden_dim * layout.dtype.itemsize
+                metadata_W[peer] += sent * copy_metadata_bytes(layout, kind)
+                metadata_W[peer] += times * exchange_metadata_bytes(layout, kind)
+    return Stats(
+        launches=launches, host_syncs=syncs, blocked_seconds=blocked,
+        exchanges={kind.name.lower(): exchanges[kind] for kind in _OPERATIONS},
+        copies={kind.name.lower(): copies[kind] for kind in _OPERATIONS},
+        rows=rows, payload_bytes_W=payload_W, metadata_bytes_W=metadata_W,
+        dropped_rows=dropped, symmetric_bytes=layout.nbytes,
+    )  # fmt: skip
+
+
+def copy_metadata_bytes(layout: ArenaLayout, kind: Kind) -> int:
+    """Return what goes to a peer with each row besides its contents, in bytes.
+
+    A dispatch sends a header, K records of two words; its backward K score gradients. Each row is
+    padded to a multiple of 16 bytes.
+    """
+    pad = (layout.padded_hidden - layout.hidden_dim) * layout.dtype.itemsize
+    return pad + {
+        Kind.DISPATCH: 2 * layout.header_dtype.itemsize * layout.top_k,
+        Kind.DISPATCH_BACKWARD: layout.score_dtype.itemsize * layout.top_k,
+    }.get(kind, 0)
+
+
+def exchange_metadata_bytes(layout: ArenaLayout, kind: Kind) -> int:
+    """Return what goes to each peer in an exchange whatever the number of rows, in bytes.
+
+    The ready flag when it is launched, the free flag when it is joined; a scatter's counts flag; and a
+    dispatch's counts of all experts.
+    """
+    flags = 3 if kind.scatters else 2
+    counts = layout.num_experts if kind == Kind.DISPATCH else 0
+    return flags * FLAG_BYTES + counts * COUNT_BYTES
+
+
+def _minus(mine: Any, theirs: Any) -> Any:
+    if isinstance(mine, dict):
+        return {name: _minus(mine[name], theirs[name]) for name in mine}
+    if isinstance(mine, list):
+        return [_minus(a, b) for a, b in zip(mine, theirs, strict=True)]
+    return mine - theirs
