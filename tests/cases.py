@@ -12,7 +12,7 @@ from torch import Tensor
 
 import symm_a2a
 from symm_a2a import reference
-from symm_a2a.kernels.blocks import Blocks, padded
+from symm_a2a.kernels.blocks import INTERPRETED, Blocks, padded
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,11 @@ def use_small_blocks(world: symm_a2a.VirtualWorld) -> None:
                 warps=4,
             )
             lane.channel = dataclasses.replace(lane.channel, programs=3, blocks=small)
+
+
+def examples(most: int) -> int:
+    """Examples for hypothesis to try: few where each has its kernels compiled."""
+    return most if INTERPRETED else min(3, most)
 
 
 @st.composite

@@ -12,6 +12,10 @@ BOTH = [
     pytest.param("cpu", id="host"),
     pytest.param("cuda", id="cuda", marks=pytest.mark.multigpu),
 ]
+SHARED = [
+    pytest.param("cpu", id="host"),
+    pytest.param("cuda:0", id="one-gpu", marks=pytest.mark.gpu),
+]
 
 
 def config(**changes):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import symm_a2a
 from symm_a2a import VirtualWorld, reference
-from tests.cases import Case, cases, model, reference_model, use_small_blocks
+from tests.cases import Case, cases, examples, model, reference_model, use_small_blocks
 
 CASE = Case(
     num_local_experts=2, top_k=3, hidden_dim=5, tokens=(7, 0, 4), skew="none", masked=0.2,
@@ -24,7 +24,7 @@ def spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     case=cases(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
@@ -58,7 +58,7 @@ def leaves(tensors: list, device: str) -> list:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(
     case=cases(max_ranks=5, max_tokens=9, max_hidden=20),
     capacity=st.sampled_from(["exact", 9, 100]),

@@ -58,7 +58,7 @@ class CudaMemory:
         # Flags start as zeros everywhere before anyone may raise one.
         arena.zero_()
         torch.cuda.synchronize(device)
-        dist.barrier(group, device_ids=[device.index])
+        _meet(group, device)
 
     def lost_peers(self) -> list[int]:
         """Return no rank: a GPU peer that ended shows as a wait that ran out."""
@@ -76,6 +76,12 @@ class CudaMemory:
         if failed:
             _log.warning("closing symmetric memory after a failure, without waiting for the peers")
         else:
-            dist.barrier(self._group, device_ids=[self.device.index])
+            _meet(self._group, self.device)
         self.arenas.clear()
         self._handle, self._arena = None, None
+
+
+def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Wait for every rank of the group."""
+    # Only NCCL takes a device, and guesses one where it is given none.
+    dist.barrier(group, device_ids=[device.index] if dist.get_backend(group) == "nccl" else None)

@@ -99,7 +99,9 @@ def run_ranks(
         *args: given to every rank; they must pickle, as must the results. A tensor's whole storage
             travels, and a CUDA tensor makes the caller use CUDA: return `tensor.cpu()`.
         timeout: seconds for all of it.
-        device: `"cpu"`, a gloo group; or `"cuda"`, an NCCL group and one GPU per rank, made current.
+        device: `"cpu"`, a gloo group; `"cuda"`, an NCCL group and one GPU per rank, made current; or
+            `"cuda:0"`, any index, a gloo group and one GPU for all ranks, which take turns on it: right,
+            and slow.
 
     Returns:
         What `fn` returned, in rank order.
@@ -111,8 +113,8 @@ def run_ranks(
     """
     if world_size < 1:
         raise InputError(f"expected at least 1 rank, got {world_size}")
-    if device not in ("cpu", "cuda"):
-        raise InputError(f'expected device "cpu" or "cuda", got {device!r}')
+    if device not in ("cpu", "cuda") and not _shared(device):
+        raise InputError(f'expected device "cpu", "cuda" or "cuda:INDEX", got {device!r}')
     deadline = time.monotonic() + timeout
     try:
         call = pickle.dumps((fn, args))
@@ -295,11 +297,16 @@ def _collect(ranks: list[_Rank], deadline: float, overdue: str) -> None:
         )
 
 
+def _shared(device: str) -> bool:
+    """Whether the device is a GPU by its index, for all ranks."""
+    return device.startswith("cuda:") and device[5:].isdecimal()
+
+
 def _context(device: str) -> Any:
     """Return the multiprocessing context to start ranks with."""
     # A process that has so much as asked whether there is a GPU, as imports do, has no children that can
     # use one. And what the server's modules read at their import is settled.
-    if device == "cuda" or os.environ.get("TRITON_INTERPRET") != _server_settings():
+    if device != "cpu" or os.environ.get("TRITON_INTERPRET") != _server_settings():
         return multiprocessing.get_context("spawn")
     # Ranks import the caller's main module again, which is pytest's own under `python -m pytest`.
     forkserver.set_forkserver_preload([*_PRELOAD, *(["pytest"] if "pytest" in sys.modules else [])])
@@ -381,6 +388,10 @@ def _join_group(number: int, setup: _Setup) -> dist.ProcessGroup:
         torch.cuda.set_device(number)
         dist.init_process_group("nccl", device_id=torch.device("cuda", number), **ours)
     else:
+        if _shared(setup.device):
+            # NCCL refuses two ranks on one GPU, and SymmetricMemory does unless it is told.
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+            torch.cuda.set_device(setup.device)
         if sys.platform == "linux":
             # gloo looks the host's name up otherwise, and not every machine knows its own.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
