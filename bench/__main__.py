@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = ("train",)
+COMMANDS = ("a2av", "kernels", "limits", "plot", "train")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

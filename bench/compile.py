@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -20,6 +21,9 @@ from triton.runtime.jit import JITFunction
 
 import symm_a2a
 from symm_a2a import arena
+
+if TYPE_CHECKING:
+    from symm_a2a.kernels.channel import Channel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -36,17 +40,25 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-_OPTIONS = ("num_warps", "num_stages", "num_ctas")
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 _DIVISIBLE = [["tt.divisibility", 16]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One recorded launch: the kernel, its named arguments, its compile options."""
+    """One recorded launch.
+
+    Attributes:
+        kernel: the compiled function.
+        arguments: by name.
+        options: of the compiler.
+        grid: programs.
+    """
 
     kernel: JITFunction
     arguments: dict[str, Any]
     options: dict[str, Any]
+    grid: int
 
     @property
     def name(self) -> str:
@@ -56,7 +68,7 @@ class Launch:
     @property
     def variant(self) -> str:
         """The kernel's name with the constants that choose a form of it."""
-        chosen = ("PLACE", "WEIGHTED", "KIND", "HAS_SCORES")
+        chosen = ("PLACE", "COUNTS_TOO", "WEIGHTED", "KIND", "HAS_SCORES", "HAS_COUNTS")
         forms = [f"{k}={int(v)}" for k, v in self.arguments.items() if k in chosen]
         return f"{self.name}[{','.join(forms)}]" if forms else self.name
 
@@ -80,6 +92,11 @@ class Launch:
         return triton.compile(source, target=target, options=self.options)
 
 
+def element_of(dtype: torch.dtype) -> str:
+    """Return Triton's name of a dtype, as in "bf16"."""
+    return _POINTERS[dtype][1:]
+
+
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
     """Record every launch made inside, and run none of them."""
@@ -89,7 +106,8 @@ def recorded_launches() -> Iterator[list[Launch]]:
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         names = [parameter.name for parameter in self.params]
-        launches.append(Launch(self, dict(zip(names, args, strict=False)) | kwargs, options))
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        launches.append(Launch(self, arguments, options, math.prod(grid)))
 
     JITFunction.run = record
     # What does not run need not be runnable here.
@@ -100,8 +118,10 @@ def recorded_launches() -> Iterator[list[Launch]]:
         JITFunction.run, arena.require_runnable = run, require_runnable
 
 
-def launches_of(cfg: symm_a2a.EPConfig, world_size: int, num_tokens: int) -> list[Launch]:
-    """Return what one rank launches in a forward and backward of `cfg`, each form once.
+def launches_of(
+    cfg: symm_a2a.EPConfig, world_size: int, num_tokens: int, multiprocessors: int = 132
+) -> list[Launch]:
+    """Return what one rank launches in a forward and backward of `cfg`, and beside them; each form once.
 
     The forms of a GPU group are recorded: launches that end with a wait for the peers.
 
@@ -109,24 +129,51 @@ def launches_of(cfg: symm_a2a.EPConfig, world_size: int, num_tokens: int) -> lis
         cfg: of a static capacity.
         world_size: ranks of the group.
         num_tokens: tokens of each rank.
+        multiprocessors: of the GPU, which grids depend on.
     """
     from symm_a2a.kernels.blocks import INTERPRETED
 
     if INTERPRETED:
         raise RuntimeError("expected kernels to be compiled, got TRITON_INTERPRET=1; set it to 0")
-    from symm_a2a.kernels import credit, row_count
-    from symm_a2a.kernels.channel import Kind
-
     ids = torch.zeros(num_tokens, cfg.top_k, dtype=torch.int64)
     x = torch.zeros(num_tokens, cfg.hidden_dim, dtype=cfg.dtype, requires_grad=True)
     scores = torch.zeros(num_tokens, cfg.top_k, requires_grad=True)
     with recorded_launches() as launches, symm_a2a.VirtualWorld(cfg, world_size, "cpu") as world:
         for dispatcher in world.dispatchers:
             for lane in dispatcher.arena.lanes:
-                lane.channel = dataclasses.replace(lane.channel, spins=True, polls=1000, programs=528)
+                lane.channel = dataclasses.replace(
+                    lane.channel,
+                    spins=True,
+                    polls=1000,
+                    programs=cfg.num_programs,
+                    multiprocessors=multiprocessors,
+                )
         rows, _, handles = world.dispatch([x] * world_size, [scores] * world_size, [ids] * world_size)
         torch.cat(world.combine(rows, handles)).sum().backward()
         channel = world.dispatchers[0].arena.lanes[0].channel
-        row_count.row_count(channel, torch.zeros(1, dtype=torch.int64), cfg.pad_multiple)
-        credit.credit(channel, Kind.COMBINE)
-    return list({launch.variant: launch for launch in launches}.values())
+        _launch_others(channel, cfg.pad_multiple, x.detach(), scores.detach(), ids)
+    return list({launch.variant: launch for launch in reversed(launches)}.values())[::-1]
+
+
+def _launch_others(
+    channel: Channel, pad_multiple: int, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor
+) -> None:
+    """Launch what a forward and backward may leave out: forms for other sizes, and kernels of their own."""
+    from symm_a2a.kernels.barrier import barrier
+    from symm_a2a.kernels.channel import Kind
+    from symm_a2a.kernels.count import count
+    from symm_a2a.kernels.credit import credit
+    from symm_a2a.kernels.row_count import row_count
+    from symm_a2a.kernels.scatter import scatter
+
+    layout = channel.layout
+    tally = ids_TK.new_empty(2 * layout.world_size + layout.num_local_experts + 1, dtype=torch.int32)
+    copy_of_peer_TW = ids_TK.new_empty((len(ids_TK), layout.world_size), dtype=torch.int32)
+    routing = copy_of_peer_TW, torch.empty_like(ids_TK, dtype=torch.int32), tally
+    slots = ids_TK, scores_TK.to(layout.score_dtype)
+    for sums in (count(channel, ids_TK, tally), None):
+        scatter(channel, Kind.DISPATCH, x_TD, *routing, slots=slots, sums=sums)
+    row_count(channel, torch.zeros(1, dtype=torch.int64), pad_multiple)
+    credit(channel, Kind.COMBINE)
+    for counts_WE in (channel.local["counts"], None):
+        barrier(channel, counts_WE, arrive=True, leave=True)

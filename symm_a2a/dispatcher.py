@@ -20,7 +20,7 @@ from symm_a2a.errors import (
 )
 from symm_a2a.exchange import EXACT, Routing, join_barrier, launch_barrier
 from symm_a2a.handle import Handle, PendingCombine, PendingDispatch
-from symm_a2a.kernels.blocks import SMALL_TOKENS
+from symm_a2a.kernels.blocks import INTERPRETED, SMALL_TOKENS
 from symm_a2a.kernels.channel import Kind
 from symm_a2a.lane import Lane
 from symm_a2a.memory import Backend, create_memory, default_device, require_agreement
@@ -239,6 +239,7 @@ class SymmTokenDispatcher:
 
         Raises:
             ClosedError: the dispatcher was closed.
+            ExchangeError: an exchange has failed, as replays of a captured graph may without a word.
         """
         self._require_open()
         return stats_of(self.arena.lanes, self.arena.layout)
@@ -248,9 +249,14 @@ class SymmTokenDispatcher:
 
         Collective. Call it before capturing a graph or measuring time.
         """
+        self._require_open()
         cfg = self.cfg
+        # Where nothing is compiled, one of them stands for both.
+        ids_dtypes = (torch.int64,) if INTERPRETED else (torch.int32, torch.int64)
         for lane in range(cfg.num_lanes):
-            for ids_dtype in (torch.int32, torch.int64):
+            self.arena.lanes[lane].warm_up()
+            self.barrier(lane=lane)
+            for ids_dtype in ids_dtypes:
                 self._warm_up(1, ids_dtype, lane)
                 if cfg.max_tokens_per_rank > SMALL_TOKENS and cfg.capacity != "exact":
                     # Other kernels than for a small message.

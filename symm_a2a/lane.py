@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from symm_a2a.errors import (
     CapacityError,
     ClosedError,
+    EnvironmentUnsupportedError,
     ExchangeError,
     ExchangeMismatchError,
     ExpertIdError,
@@ -83,6 +84,7 @@ class Lane:
         self._failures = failures
         self._closed = False
         self._owner = os.getpid()
+        self._on_gpu = device.type == "cuda"
         self._in_flight: Kind | None = None
         self._last_launch: Kind | None = None
         self._last_launch_captured = False
@@ -100,7 +102,7 @@ class Lane:
             status=host_visible(Report.WORDS + layout.world_size, device),
             polls=polls,
             spins=memory.spins,
-            programs=num_programs if device.type == "cuda" else 1,
+            programs=num_programs if self._on_gpu else 1,
             multiprocessors=_multiprocessors(device),
             blocks=blocks_for(layout, num_programs),
             counts=HostCounts(),
@@ -122,6 +124,7 @@ class Lane:
 
         Raises:
             LaneBusyError: an exchange of this lane has not been joined.
+            EnvironmentUnsupportedError: another GPU is the current one.
             CapacityError: an earlier dispatch overflowed a static capacity.
             ExchangeError: the lane has failed, now or before.
         """
@@ -130,7 +133,7 @@ class Lane:
         if self.memory.host_waits:
             self._wait(f"{direction}_free", int(self._state[launched]), kind, Wait.CREDIT)
         elif self.memory.spins:
-            captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            captured = self._on_gpu and torch.cuda.is_current_stream_capturing()
             # Where the directions alternate, the exchange joined in between implies the credit.
             # What a captured graph will follow when it is replayed, nobody knows.
             alternates = self._alternates(kind) and captured == self._last_launch_captured
@@ -143,6 +146,11 @@ class Lane:
     def require_idle(self, kind: Kind) -> None:
         """Raise where `begin` would, without waiting and without opening anything."""
         self._require_open()
+        if self._on_gpu and torch.cuda.current_device() != self.device.index:
+            raise EnvironmentUnsupportedError(
+                f"expected {self.device} to be the current device, got cuda:{torch.cuda.current_device()}, "
+                "where the kernels would run; call torch.cuda.set_device first"
+            )
         self.raise_reports()
         self.raise_overflow()
         if self._in_flight is not None:
@@ -151,6 +159,12 @@ class Lane:
                 f"{self._in_flight.title} is in flight; join it first, or use another lane. Where an error "
                 "came between its launch and its join the lane is lost: close the dispatcher, make a new one"
             )
+
+    def warm_up(self) -> None:
+        """Compile and load what exchanges launch only sometimes: a capture may be the first to need it."""
+        if self.memory.spins:
+            for kind in Kind:
+                credit(self.channel, kind)
 
     def _alternates(self, kind: Kind) -> bool:
         return self._last_launch is None or self._last_launch.scatters != kind.scatters
@@ -240,8 +254,13 @@ class Lane:
         """
         if os.getpid() != self._owner:
             return
-        for arena in self.memory.arenas:
-            self.layout.abort.view(arena, 0)[self.memory.rank] = self.index + 1
+        # Beside whatever waits in the caller's stream: that may be what the peers are to give up.
+        beside = (
+            torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1)) if self._on_gpu else nullcontext()
+        )
+        with beside:
+            for arena in self.memory.arenas:
+                self.layout.abort.view(arena, 0)[self.memory.rank] = self.index + 1
 
     def close(self) -> None:
         """Refuse any further use; what is in flight cannot be joined any more."""
@@ -251,7 +270,7 @@ class Lane:
         if self._closed:
             raise ClosedError(f"expected an open arena, got lane {self.index} of one that was closed")
 
-    @contextlib.contextmanager
+    @contextmanager
     def _blocked(self) -> Iterator[None]:
         """Count the time inside as time blocked."""
         begin = time.perf_counter()

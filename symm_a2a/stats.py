@@ -60,7 +60,11 @@ class Stats:
 
 
 def stats_of(lanes: Iterable[Lane], layout: ArenaLayout) -> Stats:
-    """Add up what the lanes of an arena have done; waits for the device to read its counts."""
+    """Add up what the lanes of an arena have done; waits for the device to read its counts.
+
+    Raises:
+        ExchangeError: what the device was waited for has failed.
+    """
     W = layout.world_size
     launches = syncs = rows = dropped = 0
     blocked = 0.0
@@ -68,6 +72,7 @@ def stats_of(lanes: Iterable[Lane], layout: ArenaLayout) -> Stats:
     payload_W, metadata_W = [0] * W, [0] * W
     for lane in lanes:
         counts, state = lane.channel.counts, lane.channel.state.tolist()
+        lane.raise_reports()
         launches, syncs, blocked = launches + counts.launches, syncs + counts.syncs, blocked + counts.blocked
         rows, dropped = rows + state[Cell.ROWS], dropped + lane.dropped_rows
         for kind in _OPERATIONS:

@@ -103,11 +103,12 @@ def use_small_blocks(world: symm_a2a.VirtualWorld) -> None:
                 copies=8,
                 send_rows=2,
                 copy_rows=4,
+                sum_rows=2,
                 grad_rows=4,
                 rows=2,
                 columns=16,
                 peers=min(2, padded(layout.world_size)),
-                slots=min(2, padded(layout.top_k)),
+                slots=1,
                 vector=4,
                 warps=4,
             )

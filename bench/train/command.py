@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
+from bench.host import interpreted
+from bench.trace import write_trace
 from bench.train import corpus
 from bench.train.agreement import compare
 from bench.train.options import Options
 from bench.train.picture import draw
 from bench.train.ranks import DISPATCHERS, DispatcherFactory, train_rank
-from bench.train.results import figures_of, merge
+from bench.train.results import figures_of, merge, trace_of
 from bench.train.table import format_table
 from symm_a2a.testing import run_ranks
 
@@ -42,12 +42,13 @@ def run(options: Options, factories: Mapping[str, DispatcherFactory] = DISPATCHE
         print(f"bench train: {error}", file=sys.stderr)
         return 2
     picture = options.out / "train.png"
-    for file in (picture, *([options.json] if options.json else [])):
+    files = [picture, *(file for file in (options.json, options.trace) if file)]
+    for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
     print(_introduction(options, len(corpus_N)), flush=True)
 
     begin = time.perf_counter()
-    with _interpreted():
+    with interpreted():
         reports = run_ranks(
             train_rank,
             options.ranks,
@@ -65,22 +66,10 @@ def run(options: Options, factories: Mapping[str, DispatcherFactory] = DISPATCHE
     draw(picture, options, trainings, _landmarks(corpus_N), verdict)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    print(f"Wrote {picture}" + (f" and {options.json}" if options.json else ""))
+    if options.trace:
+        write_trace(options.trace, trace_of(options, reports))
+    print("Wrote " + " and ".join(map(str, files)))
     return 0 if verdict is None or verdict.agree else 1
-
-
-@contextlib.contextmanager
-def _interpreted() -> Iterator[None]:
-    """Have the ranks run kernels in Triton's interpreter, also where there is a GPU."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
 
 
 def _introduction(options: Options, num_bytes: int) -> str:

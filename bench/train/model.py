@@ -109,3 +109,7 @@ class Model(nn.Module):
     def load_E(self) -> torch.Tensor:
         """Return int64 `(E,)`, slots of the last forward by expert, all layers and ranks together."""
         return torch.stack([module.load_E for module in self.modules() if isinstance(module, MoE)]).sum(0)
+
+    def ids_MTK(self) -> torch.Tensor:
+        """Return int64 `(M, T, K)`, the experts of this rank's tokens in the last forward, by layer."""
+        return torch.stack([module.ids_TK for module in self.modules() if isinstance(module, MoE)])

@@ -50,6 +50,7 @@ class MoE(nn.Module):
 
     Attributes:
         load_E: int64, slots that the last forward sent to each expert, from all ranks.
+        ids_TK: int64, the experts that this rank's tokens went to in the last forward.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class MoE(nn.Module):
         )
         self.experts = Experts(options, slice(rank * num_local, (rank + 1) * num_local), generator)
         self.load_E = torch.zeros(options.experts, dtype=torch.int64)
+        self.ids_TK = torch.zeros(0, options.top_k, dtype=torch.int64)
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts' sums `(T, D)`, and how unevenly the experts are used (1 is evenly)."""
         probability_TE = F.linear(x_TD, self.router_ED).softmax(-1)
         scores_TK, ids_TK = probability_TE.topk(self.top_k, dim=-1)
+        self.ids_TK = ids_TK
         scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
         rows_RD, tokens_per_expert_L, handle = self.dispatcher.dispatch(x_TD, scores_TK, ids_TK)
         out_TD = self.dispatcher.combine(self.experts(rows_RD, tokens_per_expert_L), handle)

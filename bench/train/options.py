@@ -44,6 +44,8 @@ class Options:
     """Folder of the picture, train.png."""
     json: Path | None = None
     """File to write the figures to, as one JSON object."""
+    trace: Path | None = None
+    """File to write the routing of all tokens to, for `python -m bench a2av --trace FILE`."""
 
     def check(self) -> None:
         """Check what the options must fulfil together.

@@ -14,24 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from bench.style import BLUE, GREY, INK, ORANGE, PALE, STYLE, short
 from bench.train.agreement import Agreement
 from bench.train.options import Options
 from bench.train.results import Training
 
-# Blue and orange of Okabe and Ito: told apart with any colour vision.
-BLUE, ORANGE, INK, GREY, PALE = "#0072B2", "#E69F00", "#1F2933", "#66717D", "#C9D1D8"
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.8,
-}
 LOOKS: dict[str, dict[str, Any]] = {
     "all_to_all": {"color": ORANGE, "linewidth": 6, "alpha": 0.55, "label": "all-to-all collectives"},
     "symm": {"color": BLUE, "linewidth": 1.8, "label": "symmetric memory"},
@@ -157,10 +144,10 @@ def _draw_sent(axes: Axes, training: Training) -> None:
             axes.add_patch(
                 Rectangle((receiver, sender), 1, 1, facecolor=colour, edgecolor="white", linewidth=2)
             )
-            axes.text(receiver + 0.5, sender + 0.5, _short(rows), **middle)
-        axes.text(ranks + 0.5, sender + 0.5, _short(sent_WW[sender].sum()), color=GREY, **middle)
-        axes.text(sender + 0.5, ranks + 0.5, _short(sent_WW[:, sender].sum()), color=GREY, **middle)
-    axes.text(ranks + 0.5, ranks + 0.5, _short(sent_WW.sum()), fontweight="bold", **middle)
+            axes.text(receiver + 0.5, sender + 0.5, short(rows), **middle)
+        axes.text(ranks + 0.5, sender + 0.5, short(sent_WW[sender].sum()), color=GREY, **middle)
+        axes.text(sender + 0.5, ranks + 0.5, short(sent_WW[:, sender].sum()), color=GREY, **middle)
+    axes.text(ranks + 0.5, ranks + 0.5, short(sent_WW.sum()), fontweight="bold", **middle)
     axes.set_xlim(0, ranks + 1)
     axes.set_ylim(ranks + 1, 0)
     places = [*map(str, range(ranks)), "all"]
@@ -173,23 +160,15 @@ def _draw_sent(axes: Axes, training: Training) -> None:
 
 
 def _about_sent(name: str, rows: int, slots: int) -> str:
-    if name == "symm":
-        return f"{_short(slots)} slots travel as {_short(rows)} copies: {1 - rows / slots:.0%} fewer rows"
-    return f"{_short(rows)} slots travel as rows of their own"
-
-
-def _short(count: int) -> str:
-    """Return a count in a few characters.
+    """Return what became of the slots.
 
     Example:
-        >>> _short(234), _short(29_163), _short(477_482), _short(4_500_000)
-        ('234', '29.2k', '477k', '4.5M')
+        >>> _about_sent("symm", 30_000, 40_000)
+        '40.0k slots travel as 30.0k copies: 25% fewer rows'
     """
-    if count < 1000:
-        return str(count)
-    if count < 1_000_000:
-        return f"{count / 1e3:.1f}k" if count < 100_000 else f"{count / 1e3:.0f}k"
-    return f"{count / 1e6:.1f}M"
+    if name == "symm":
+        return f"{short(slots)} slots travel as {short(rows)} copies: {1 - rows / slots:.0%} fewer rows"
+    return f"{short(rows)} slots travel as rows of their own"
 
 
 def _draw_loads(figure: Figure, axes: Axes, options: Options, training: Training) -> None:

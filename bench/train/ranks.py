@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import symm_a2a
+from bench.progress import Progress
 from bench.train.corpus import draw_windows, load_corpus
 from bench.train.meter import MeteredDispatcher
 from bench.train.model import Model
@@ -44,6 +43,7 @@ class RankRecord:
         sent: rows that this rank sent to each rank: copies, or slots.
         seconds: of the steps.
         seconds_in_exchanges: of these, in dispatch and combine, forward and backward.
+        ids_SMTK: int32, the experts of this rank's tokens, by step and layer, if there is to be a trace.
     """
 
     losses: list[float]
@@ -51,6 +51,7 @@ class RankRecord:
     sent: list[int]
     seconds: float
     seconds_in_exchanges: float
+    ids_SMTK: np.ndarray | None = None
 
 
 class Trainer:
@@ -147,45 +148,22 @@ def _train(
     with factory(exchange_config(options), group, device="cpu") as dispatcher:
         metered = MeteredDispatcher(dispatcher)
         trainer = Trainer(options, metered, group)
-        losses, loads = [], []
+        losses, loads, ids = [], [], []
         dist.barrier(group)
         begin = time.perf_counter()
-        with _Progress(name, options.steps, show) as progress:
+        with Progress(name, options.steps, show) as progress:
             for number in range(options.steps):
                 losses.append(trainer.step(number))
                 loads.append(trainer.model.load_E().tolist())
-                progress.advance(losses[-1])
+                if options.trace:
+                    ids.append(trainer.model.ids_MTK().numpy().astype(np.int32))
+                progress.advance(f"loss {losses[-1]:.3f}")
         seconds = time.perf_counter() - begin
-    return RankRecord(losses, loads, metered.sent_W.tolist(), seconds, metered.watch.seconds)
-
-
-class _Progress:
-    """A bar where stderr is a terminal, some ten lines where it is not, nothing where it is not to show."""
-
-    def __init__(self, name: str, steps: int, show: bool) -> None:
-        self._name, self._steps, self._done = f"{name:<10}", steps, 0
-        self._bar = None
-        self._lines = show and not sys.stderr.isatty()
-        if show and not self._lines:
-            # Some containers' terminals have no size, where tqdm shows nothing; this gives 80 x 24 then.
-            columns, lines = shutil.get_terminal_size()
-            self._bar = tqdm(total=steps, desc=self._name, unit="step", ncols=columns, nrows=lines)
-
-    def advance(self, loss: float) -> None:
-        self._done += 1
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-            self._bar.update()
-        elif self._lines and (self._done in (1, self._steps) or self._done % max(10, self._steps // 10) == 0):
-            print(
-                f"{self._name} step {self._done} of {self._steps}: loss {loss:.3f}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    return RankRecord(
+        losses=losses,
+        loads=loads,
+        sent=metered.sent_W.tolist(),
+        seconds=seconds,
+        seconds_in_exchanges=metered.watch.seconds,
+        ids_SMTK=np.stack(ids) if ids else None,
+    )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from bench.trace import Trace
 from bench.train.agreement import Agreement
 from bench.train.options import Options
 from bench.train.ranks import RankRecord, exchange_config
@@ -51,6 +54,17 @@ def merge(reports: list[dict[str, RankRecord]]) -> dict[str, Training]:
             seconds_in_exchanges=max(record.seconds_in_exchanges for record in records),
         )
     return trainings
+
+
+def trace_of(options: Options, reports: list[dict[str, RankRecord]]) -> Trace:
+    """Return the routing of the first training, the one that the picture shows.
+
+    Args:
+        options: of the run, with a trace to write.
+        reports: of each rank, in rank order.
+    """
+    ids = [report[options.names[0]].ids_SMTK for report in reports]
+    return Trace(np.stack([ids_SMTK for ids_SMTK in ids if ids_SMTK is not None], axis=2), options.experts)
 
 
 def figures_of(

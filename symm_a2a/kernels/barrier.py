@@ -92,7 +92,7 @@ def barrier(channel: Channel, counts_WE: torch.Tensor | None, *, arrive: bool, l
     """
     layout = channel.layout
     counts = channel.local["counts"]
-    channel.launch(_barrier_kernel, 1)(
+    channel.launch(_barrier_kernel)(
         counts if counts_WE is None else counts_WE, counts, channel.peers_W,
         channel.local["scatter_ready"], channel.local["scatter_free"], channel.abort_W,
         channel.state, channel.status, channel.rank, channel.polls,

@@ -31,10 +31,10 @@ _TILE = 1 << 20
 
 
 class Residency(NamedTuple):
-    """Programs of each kernel for every multiprocessor."""
+    """Programs of each kernel for every multiprocessor; also what bounds their registers."""
 
     count: int = 4
-    scatter: int = 4
+    scatter: int = 3
     expand: int = 10
     expand_grad: int = 8
     gather: int = 8
@@ -52,12 +52,13 @@ class Blocks:
         sums: block counts added at once.
         copies: copies whose headers are read together.
         send_rows: rows of a tile in a scatter, one a token.
-        copy_rows: rows of a tile in an expand and a gather, one a copy.
+        copy_rows: rows of a tile in an expand, one a copy.
+        sum_rows: rows of a tile in a gather, one a copy.
         grad_rows: rows of a tile in the expand of gradients, one a copy.
         rows: rows of a tile in a finish, one a token.
         columns: payload elements of a row in a tile.
         peers: peers a tile is stored to, or summed over, at once.
-        slots: slots of a copy that are summed at once.
+        slots: slots of a copy that are handled at once; a gather adds them up two by two.
         vector: elements that one thread reduces before threads combine.
         warps: warps of a program.
         residency: programs for every multiprocessor, where no budget is set.
@@ -70,6 +71,7 @@ class Blocks:
     copies: int
     send_rows: int
     copy_rows: int
+    sum_rows: int
     grad_rows: int
     rows: int
     columns: int
@@ -105,8 +107,9 @@ def _interpreted(layout: ArenaLayout) -> Blocks:
     rows = max(1, min(512, padded(layout.max_tokens), most))
     return Blocks(
         tokens=tokens, small_tokens=tokens, strip=min(tokens * k_pad, _TILE // (tokens * k_pad)), sums=16,
-        copies=copies, send_rows=min(rows, tokens), copy_rows=copies, grad_rows=copies, rows=rows,
-        columns=columns, peers=peers, slots=min(8, k_pad), vector=16 // layout.dtype.itemsize, warps=4,
+        copies=copies, send_rows=min(rows, tokens), copy_rows=copies, sum_rows=copies, grad_rows=copies,
+        rows=rows, columns=columns, peers=peers, slots=min(8, k_pad),
+        vector=16 // layout.dtype.itemsize, warps=4,
     )  # fmt: skip
 
 
@@ -114,12 +117,14 @@ def _compiled(layout: ArenaLayout, *, wide: bool) -> Blocks:
     k_pad, w_pad = padded(layout.top_k), padded(layout.world_size)
     itemsize = layout.dtype.itemsize
     # A tile must have 16 bytes for every thread, or stores become narrower.
-    rows, row_bytes = (2, 4096) if wide else (1, 2048)
+    rows, copy_rows, row_bytes = (2, 8, 4096) if wide else (1, 1, 2048)
     # Blocks enough for every multiprocessor, of 128 slots at most, which are compared in pairs.
     tokens = max(rows, min(128 // k_pad, padded(layout.max_tokens) // 256))
+    copies = max(copy_rows, min(32, padded(layout.max_tokens * layout.world_size) // 2048))
     return Blocks(
-        tokens=tokens, small_tokens=rows, strip=16, sums=16, copies=32,
-        send_rows=rows, copy_rows=4 if wide else 1, grad_rows=rows, rows=rows,
-        columns=row_bytes // itemsize, peers=min(8, w_pad), slots=min(2, k_pad), vector=16 // itemsize,
-        warps=16 if wide else 4,
+        tokens=tokens, small_tokens=rows, strip=16, sums=16, copies=copies, send_rows=rows,
+        copy_rows=copy_rows, sum_rows=min(4, copy_rows), grad_rows=min(4, copy_rows),
+        rows=max(rows, 8 // w_pad) if wide else 1, columns=row_bytes // itemsize, peers=min(8, w_pad),
+        slots=1 if wide else min(2, k_pad), vector=16 // itemsize, warps=16 if wide else 4,
+        residency=Residency(1, 1, 1, 1, 1, 1) if wide else Residency(),
     )  # fmt: skip

@@ -7,6 +7,7 @@ waiting for the device. Flags, counts, headers and rows lie in symmetric memory.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -116,6 +117,9 @@ class HostCounts:
     exchanges: list[int] = field(default_factory=lambda: [0, 0])
 
 
+REGISTERS = 65536
+"""32-bit registers of a multiprocessor."""
+
 # A flag word is `epoch << 30 | label << 24 | copies`, with
 # `label = (dispatch epoch mod 16) << 2 | kind`; free and counts flags have only the epoch.
 EPOCH_SHIFT = 30
@@ -162,16 +166,24 @@ class Channel:
         """Return where a region starts, in bytes from the lane's address on any rank."""
         return self.layout.regions[region].offset
 
-    def launch(self, kernel: Any, work: int, per_multiprocessor: int = 1) -> Any:
+    def launch(self, kernel: Any, work: int = 1, residency: int | None = None) -> Any:
         """Return what launches a kernel in a persistent grid, to be called with the kernel's arguments.
 
-        The grid is never 0, which Triton would silently skip.
+        The grid is never 0, which Triton would silently skip. The compiler may use as many registers as
+        leave room for the programs that fill a multiprocessor, and is told so: left to itself it spills
+        to get more programs there than there are.
 
         Args:
             kernel: decorated with `triton.jit`.
             work: the most programs that have something to do.
-            per_multiprocessor: how many programs fill a multiprocessor.
+            residency: how many programs fill a multiprocessor; None for a kernel of one program.
         """
         self.counts.launches += 1
-        most = self.multiprocessors * per_multiprocessor if self.programs is None else self.programs
-        return kernel[(max(1, min(work, most)),)]
+        if residency is None:
+            return kernel[(1,)]
+        most = self.multiprocessors * residency if self.programs is None else self.programs
+        threads = 32 * self.blocks.warps
+        registers = REGISTERS // (residency * threads) // 8 * 8
+        return functools.partial(
+            kernel[(max(1, min(work, most)),)], num_warps=self.blocks.warps, maxnreg=registers
+        )

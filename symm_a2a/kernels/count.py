@@ -104,6 +104,6 @@ def count(channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor) -> tuple[
         K=layout.top_k, K_PAD=padded(layout.top_k),
         E=layout.num_experts, E_PAD=max(2, padded(layout.num_experts)),
         W=layout.world_size, W_PAD=padded(layout.world_size),
-        BLOCK_T=blocks.tokens, BLOCK_W=blocks.peers, BLOCK_S=blocks.sums, num_warps=blocks.warps,
+        BLOCK_T=blocks.tokens, BLOCK_W=blocks.peers, BLOCK_S=blocks.sums,
     )  # fmt: skip
     return expert_sums, peer_sums

@@ -32,7 +32,7 @@ def credit(channel: Channel, kind: Kind) -> None:
     """
     W = channel.layout.world_size
     direction = "scatter" if kind.scatters else "gather"
-    channel.launch(_credit_kernel, 1)(
+    channel.launch(_credit_kernel)(
         channel.local[f"{direction}_free"], channel.abort_W, channel.state, channel.status, channel.polls,
         LAUNCHED=int(Cell.SCATTER_LAUNCHED if kind.scatters else Cell.GATHER_LAUNCHED),
         KIND=int(kind), W=W, W_PAD=padded(W),

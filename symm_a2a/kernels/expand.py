@@ -198,5 +198,4 @@ def expand(
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         E=layout.num_experts, L_PAD=padded(L), W=W, W_PAD=padded(W),
         BLOCK_C=blocks.copies, BLOCK_R=blocks.copy_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,
-        num_warps=blocks.warps,
     )  # fmt: skip

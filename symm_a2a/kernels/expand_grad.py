@@ -77,10 +77,12 @@ def _expand_grad_kernel(
                         payload_ptr + copy[:, None].to(tl.int64) * P + column[None, :],
                         mask=came[:, None] & (column < D)[None, :], other=0.0,
                     )  # fmt: skip
-                    g = widen(g, score_dtype)[:, None, :]
                     where = row[:, :, None].to(tl.int64) * D + column[None, None, :]
                     there = (row >= 0)[:, :, None] & (column < D)[None, None, :]
-                    y = widen(tl.load(y_ptr + where, mask=there, other=0.0), score_dtype)
+                    y = tl.load(y_ptr + where, mask=there, other=0.0)
+                    # Both loads are on their way before either is used.
+                    g = widen(g, score_dtype)[:, None, :]
+                    y = widen(y, score_dtype)
                     tl.store(
                         grad_y_ptr + where, narrow(g * score[:, :, None], y_ptr.dtype.element_ty), mask=there
                     )
@@ -163,5 +165,4 @@ def expand_grad(
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         L=L, L_PAD=padded(L), W=W, W_PAD=padded(W), VECTOR=blocks.vector,
         BLOCK_C=blocks.copies, BLOCK_R=blocks.grad_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,
-        num_warps=blocks.warps,
     )  # fmt: skip

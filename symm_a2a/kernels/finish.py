@@ -128,5 +128,5 @@ def finish(
         FREE=channel.offset("gather_free"), HAS_SCORES=grad_scores_TK is not None, KIND=int(kind),
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         L=L, W=W, W_PAD=padded(W),
-        BLOCK_R=blocks.rows, BLOCK_W=blocks.peers, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+        BLOCK_R=blocks.rows, BLOCK_W=blocks.peers, BLOCK_N=blocks.columns,
     )  # fmt: skip

@@ -51,23 +51,24 @@ def _gather_kernel(
             for c in tl.range(0, P, BLOCK_N):
                 column = c + tl.arange(0, BLOCK_N)
                 total = tl.full((BLOCK_R, BLOCK_N), 0, SCORE)
-                for k0 in tl.range(0, most, BLOCK_K):
-                    k = k0 + tl.arange(0, BLOCK_K)
-                    mask = k[None, :] < slots[:, None]
-                    row = tl.load(row_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=-1)
-                    there = (row >= 0)[:, :, None] & (column < D)[None, None, :]
-                    y = tl.load(
-                        y_ptr + row[:, :, None].to(tl.int64) * D + column[None, None, :],
-                        mask=there, other=0.0,
-                    )  # fmt: skip
-                    y = widen(y, SCORE)
+                for k in tl.range(0, most, 2):
+                    row0 = tl.load(row_of_copy_ptr + copy * K + k, mask=k < slots, other=-1)
+                    row1 = tl.load(row_of_copy_ptr + copy * K + k + 1, mask=k + 1 < slots, other=-1)
                     if WEIGHTED:
-                        score = tl.load(
-                            score_of_copy_ptr + copy[:, None] * K + k[None, :], mask=mask, other=0.0
-                        )
                         # A slot without a row has y = 0; an Inf score must not make it NaN.
-                        y = tl.where(there, y * score[:, :, None], 0.0)
-                    total += tl.sum(y, 1)
+                        score0 = tl.load(score_of_copy_ptr + copy * K + k, mask=row0 >= 0, other=0.0)
+                        score1 = tl.load(score_of_copy_ptr + copy * K + k + 1, mask=row1 >= 0, other=0.0)
+                    # Both are on their way before either is used.
+                    at0 = y_ptr + row0[:, None].to(tl.int64) * D + column[None, :]
+                    at1 = y_ptr + row1[:, None].to(tl.int64) * D + column[None, :]
+                    y0 = tl.load(at0, mask=(row0 >= 0)[:, None] & (column < D)[None, :], other=0.0)
+                    y1 = tl.load(at1, mask=(row1 >= 0)[:, None] & (column < D)[None, :], other=0.0)
+                    if WEIGHTED:
+                        total += widen(y0, SCORE) * score0[:, None]
+                        total += widen(y1, SCORE) * score1[:, None]
+                    else:
+                        total += widen(y0, SCORE)
+                        total += widen(y1, SCORE)
                 tl.store(
                     section[:, None] + target[:, None] * P + column[None, :],
                     narrow(total, y_ptr.dtype.element_ty),
@@ -137,7 +138,7 @@ def gather(
     layout = channel.layout
     blocks = channel.blocks
     W, L = layout.world_size, layout.num_local_experts
-    work = triton.cdiv(W * layout.max_tokens, blocks.copy_rows)
+    work = triton.cdiv(W * layout.max_tokens, blocks.sum_rows)
     channel.launch(_gather_kernel, work, blocks.residency.gather)(
         y_RD, row_of_copy, row_of_copy if score_of_copy is None else score_of_copy, tally,
         channel.peers_W, channel.local["gather_ready"], channel.local["gather_free"],
@@ -149,5 +150,5 @@ def gather(
         SCORE=tl.float64 if layout.score_dtype == torch.float64 else tl.float32,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         L=L, W=W, W_PAD=padded(W),
-        BLOCK_R=blocks.copy_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns, num_warps=blocks.warps,
+        BLOCK_R=blocks.sum_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,
     )  # fmt: skip

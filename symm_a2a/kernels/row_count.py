@@ -71,7 +71,7 @@ def row_count(channel: Channel, rows: torch.Tensor, pad_multiple: int) -> None:
         8
     """
     layout = channel.layout
-    channel.launch(_row_count_kernel, 1)(
+    channel.launch(_row_count_kernel)(
         rows, channel.local["counts"], channel.local["counts_ready"], channel.abort_W,
         channel.state, channel.status, channel.rank, channel.polls,
         PAD=pad_multiple, E=layout.num_experts, L_PAD=padded(layout.num_local_experts),

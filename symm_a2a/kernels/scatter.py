@@ -285,5 +285,4 @@ def scatter(
         BLOCK_A=padded(min(SMALL_TOKENS, layout.max_tokens)), BLOCK_T=tokens,
         BLOCK_J=min(blocks.strip, tokens * padded(layout.top_k)), BLOCK_S=blocks.sums,
         BLOCK_R=min(blocks.send_rows, tokens), BLOCK_W=blocks.peers, BLOCK_N=blocks.columns,
-        num_warps=blocks.warps,
     )  # fmt: skip

@@ -34,4 +34,7 @@ class VirtualMemory:
     def close(self, *, failed: bool) -> None:
         """Drop this rank's view."""
         del failed
+        if self.device.type == "cuda":
+            # Kernels may still read the memory, and write their reports.
+            torch.cuda.synchronize(self.device)
         self.arenas.clear()

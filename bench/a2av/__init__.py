@@ -1,0 +1,1 @@
+"""The microbenchmark of the exchanges: dispatch, combine, both with backward, counts, flags, even."""

@@ -1,0 +1,138 @@
+"""One rank's share of a case: what goes in, and what is to come out.
+
+A row's contents tell its origin rank, token and k, so every rank knows each row that it must get without
+asking anyone, and no row in a wrong place looks right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.a2av.cases import Case
+from symm_a2a import reference
+from symm_a2a.reference import RankRows
+
+DIGITS, BASE = 4, 241
+"""A row is a number of so many digits to this base, again and again; 241 integers fit into bfloat16."""
+
+BLOCK = 4096
+"""Rows that are encoded at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One rank's tensors of a case.
+
+    Attributes:
+        case: sizes.
+        rank: this rank.
+        device: of the tensors.
+        ids_WTK: int64, of all ranks, on the CPU.
+        ids_TK: int64, of this rank.
+        x_TD: the rows of this rank's tokens.
+        scores_TK: float32.
+        grad_TD: the gradient of what a combine gives.
+        rows: which slot each row that arrives here holds.
+        copies_WW: int64, distinct (token, destination) pairs from each rank to each, on the CPU.
+        slots_WW: int64, unmasked slots from each rank to each, on the CPU.
+    """
+
+    case: Case
+    rank: int
+    device: torch.device
+    ids_WTK: Tensor
+    ids_TK: Tensor
+    x_TD: Tensor
+    scores_TK: Tensor
+    grad_TD: Tensor
+    rows: RankRows
+    copies_WW: Tensor
+    slots_WW: Tensor
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the rank that gets most of them; at least 1."""
+        return max(1, int(self.slots_WW.sum(0).max()))
+
+    def row_of(self, origin: Tensor, token: Tensor, k: Tensor) -> Tensor:
+        """Return `(N, D)`, the row of each slot; zeros where the origin is -1.
+
+        For k = 0 that is what the token's `x` is.
+        """
+        code_N = (origin * self.case.tokens + token) * self.case.top_k + k
+        return encode(torch.where(origin < 0, -1, code_N).to(self.device), self.case)
+
+    def slots(self, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return origin, token and k of the rows that arrive; -1 for those that only fill a capacity up."""
+        fill = 0 if capacity is None else capacity - len(self.rows.origin)
+        slots_3R = torch.stack([self.rows.origin, self.rows.token, self.rows.k])
+        origin, token, k = F.pad(slots_3R, (0, fill), value=-1)
+        return origin, token, k
+
+
+def make_problem(case: Case, rank: int, device: torch.device, ids_WTK: Tensor, seed: int) -> Problem:
+    """Return a rank's share of a case.
+
+    Args:
+        case: sizes.
+        rank: this rank.
+        device: where its rows live.
+        ids_WTK: of `draw_ids`.
+        seed: of the scores.
+    """
+    generator = torch.Generator().manual_seed(seed * 1009 + rank)
+    T, K = case.tokens, case.top_k
+    scores_TK = torch.rand(T, K, generator=generator) + 0.05
+    token_T = torch.arange(T)
+    code_T = (rank * T + token_T) * K
+    return Problem(
+        case=case,
+        rank=rank,
+        device=device,
+        ids_WTK=ids_WTK,
+        ids_TK=ids_WTK[rank].contiguous().to(device),
+        x_TD=encode(code_T.to(device), case),
+        scores_TK=scores_TK.to(device),
+        # The other way round, so that it is not x.
+        grad_TD=encode(code_T.to(device), case).flip(1).contiguous(),
+        rows=reference.route(list(ids_WTK), case.experts)[rank],
+        copies_WW=count(ids_WTK, case, distinct=True),
+        slots_WW=count(ids_WTK, case, distinct=False),
+    )
+
+
+def encode(code_N: Tensor, case: Case) -> Tensor:
+    """Return `(N, D)` of the case's dtype: rows of small integers that spell the codes; -1 gives zeros.
+
+    Column `d` holds digit `d % DIGITS`, shifted by an amount of its own, so that no column is another's.
+    """
+    out_ND = torch.empty(len(code_N), case.hidden, dtype=case.row_dtype, device=code_N.device)
+    column_D = torch.arange(case.hidden, device=code_N.device)
+    shift_D = (column_D * 7 % BASE).to(torch.int16)
+    power = torch.tensor([BASE**digit for digit in range(DIGITS)], device=code_N.device)
+    for begin in range(0, len(code_N), BLOCK):
+        code = code_N[begin : begin + BLOCK, None]
+        digits = (code // power % BASE).to(torch.int16)
+        values = (digits[:, column_D % DIGITS] + shift_D) % BASE - BASE // 2
+        out_ND[begin : begin + BLOCK] = values.masked_fill(code < 0, 0)
+    return out_ND
+
+
+def count(ids_WTK: Tensor, case: Case, *, distinct: bool) -> Tensor:
+    """Return int64 `(W, W)`, slots from each rank to each; or, distinct, copies.
+
+    Example:
+        >>> case = Case("dispatch", "", "", ranks=2, tokens=1, hidden=4, experts=4, top_k=2, dtype="float32")
+        >>> ids = torch.tensor([[[0, 1]], [[3, -1]]])
+        >>> count(ids, case, distinct=False).tolist(), count(ids, case, distinct=True).tolist()
+        ([[2, 0], [0, 1]], [[1, 0], [0, 1]])
+    """
+    # A masked slot counts for a rank that is not there.
+    rank_WTK = torch.where(ids_WTK < 0, case.ranks, ids_WTK // case.num_local)
+    hits_WTW = torch.zeros(*ids_WTK.shape[:2], case.ranks + 1, dtype=torch.int64)
+    hits_WTW.scatter_add_(2, rank_WTK, torch.ones_like(rank_WTK))
+    return (hits_WTW.clamp_max(1) if distinct else hits_WTW).sum(1)[:, :-1]

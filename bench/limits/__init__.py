@@ -1,0 +1,1 @@
+"""What the kernels must read, write and send, and how fast hardware could do that at best."""

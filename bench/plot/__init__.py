@@ -1,0 +1,1 @@
+"""Pictures of a benchmark's CSV, from the CSV alone."""
