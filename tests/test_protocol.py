@@ -6,6 +6,7 @@ import torch
 import symm_a2a
 from symm_a2a import EPConfig, VirtualWorld, exchange
 from symm_a2a.kernels.channel import COPIES_MASK, EPOCH_SHIFT, LABEL_MASK, LABEL_SHIFT, Kind
+from symm_a2a.kernels.count import count
 
 W, E, K, D, T = 2, 4, 2, 6, 5
 
@@ -150,3 +151,15 @@ def test_another_exchange_than_the_peers_is_an_error_on_both_sides(lanes, mine, 
 def test_an_aborted_peer_is_told_through_its_abort_words(lanes):
     lanes[1].abort()
     assert lanes[0].channel.abort_W.tolist() == [0, 1]
+
+
+def test_the_row_count_waits_for_the_counts_and_not_for_the_rows(lanes):
+    """No rank has sent a row yet, and the number of rows to come is known."""
+    ids = torch.tensor([[0, 1], [3, -1], [2, 3]])
+    tally = torch.zeros(W, dtype=torch.int32)
+    for lane in lanes:
+        count(lane.channel, ids, tally)
+    for lane, expected in zip(lanes, (2 * W, 3 * W), strict=True):
+        assert lane.row_count(pad_multiple=1) == expected
+        assert not lane.channel.local["scatter_ready"].any()
+        assert lane.channel.counts.syncs == 1

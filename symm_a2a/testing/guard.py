@@ -88,7 +88,8 @@ class OpGuard:
         if self._in_kernel:
             return
         name = func.overloadpacket.__name__
-        if name in _READS or _leaves_gpu(name, args, kwargs) or _selects_by_mask(name, args):
+        unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if unsized or name in _READS or _leaves_gpu(name, args, kwargs) or _selects_by_mask(name, args):
             self.see_sync(name)
         if not func.is_view and name not in _FREE:
             self.compute_ops[name] += 1
@@ -126,6 +127,11 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "aten":
+            # Within a custom operator some come whole that have been taken apart outside.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
             self._guard.see_operator(func, args, kwargs)
             return func(*args, **kwargs)
         # This mode is off while it handles an operator, and a custom one runs others: back on, and
