@@ -1,5 +1,7 @@
 """The rules of a lane, step by step: credits, words that name their exchange, who frees what."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import symm_a2a
 from symm_a2a import EPConfig, VirtualWorld, exchange
 from symm_a2a.kernels.channel import COPIES_MASK, EPOCH_SHIFT, LABEL_MASK, LABEL_SHIFT, Kind
 from symm_a2a.kernels.count import count
+from symm_a2a.testing import OpGuard
 
 W, E, K, D, T = 2, 4, 2, 6, 5
 
@@ -18,11 +21,11 @@ def lanes():
         yield [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
 
 
-def launch(lane, seed=0):
+def launch(lane, seed=0, capacity=exchange.EXACT):
     gen = torch.Generator().manual_seed(seed)
     ids = torch.randint(E, (T, K), generator=gen)
     x, scores = torch.randn(T, D, generator=gen), torch.rand(T, K, generator=gen)
-    return exchange.launch_dispatch(lane, x, scores, ids, exchange.EXACT, 1)
+    return exchange.launch_dispatch(lane, x, scores, ids, capacity, 1)
 
 
 def dispatch(lanes, seed=0):
@@ -51,12 +54,15 @@ def test_a_ready_word_names_epoch_dispatch_kind_and_copies(lanes):
     assert (word >> EPOCH_SHIFT, (word >> LABEL_SHIFT) & LABEL_MASK) == (1, (18 % 16) << 2 | Kind.COMBINE)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_no_launch_without_the_credit_of_every_peer(lanes, kind):
+@pytest.mark.parametrize(
+    ("kind", "capacity"), [*((kind, exchange.EXACT) for kind in Kind), (Kind.DISPATCH, 2 * W * T * K)]
+)
+def test_no_launch_without_the_credit_of_every_peer(lanes, kind, capacity):
     """Rank 0 has joined and launches again; rank 1 has not, and its section is not overwritten."""
     done = dispatch(lanes)
     again = {
-        Kind.DISPATCH: lambda lane, d: launch(lane, seed=1),
+        # With a static capacity so few tokens are counted in the scatter itself.
+        Kind.DISPATCH: lambda lane, d: launch(lane, seed=1, capacity=capacity),
         Kind.COMBINE: lambda lane, d: exchange.launch_combine(lane, d.rows_RD + 1, d.routing),
         Kind.COMBINE_BACKWARD: lambda lane, d: exchange.launch_combine_backward(
             lane, torch.ones(T, D), d.routing
@@ -163,3 +169,73 @@ def test_the_row_count_waits_for_the_counts_and_not_for_the_rows(lanes):
         assert lane.row_count(pad_multiple=1) == expected
         assert not lane.channel.local["scatter_ready"].any()
         assert lane.channel.counts.syncs == 1
+
+
+@pytest.fixture
+def gpu_lane(monkeypatch):
+    """A lane of a group of one whose kernels wait, as on a GPU, and a switch for its capturing."""
+    cfg = EPConfig(
+        num_experts=E, top_k=K, hidden_dim=D, max_tokens_per_rank=T, dtype=torch.float32, capacity=40
+    )
+    with symm_a2a.SymmTokenDispatcher(cfg, device="cpu") as dispatcher:
+        (lane, _), capturing = dispatcher.arena.lanes, []
+        lane.memory.spins = lane._on_gpu = True
+        lane.channel = dataclasses.replace(lane.channel, spins=True, polls=9)
+        lane.device = torch.device("cuda", 0)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+        yield dispatcher, lane, capturing
+        lane._on_gpu = False
+
+
+def test_credits_are_waited_for_where_they_are_not_implied(gpu_lane):
+    """Where directions alternate no kernel is spent on them; where they repeat, or a capture begins, one."""
+    dispatcher, lane, capturing = gpu_lane
+    x, scores = torch.randn(T, D, requires_grad=True), torch.rand(T, K)
+    ids = torch.randint(E, (T, K))
+
+    def credits_of(run):
+        with OpGuard() as guard:
+            result = run()
+        lane.raise_reports()
+        return guard.launches["_credit_kernel"], result
+
+    def both():
+        rows, _, handle = dispatcher.dispatch(x, scores, ids)
+        dispatcher.combine(rows, handle).sum().backward()
+        return rows.detach(), handle
+
+    assert credits_of(both)[0] == 0
+    spent, (rows, handle) = credits_of(both)
+    assert spent == 0
+    assert credits_of(lambda: dispatcher.combine(rows, handle))[0] == 1
+    assert credits_of(lambda: dispatcher.combine(rows, handle))[0] == 1
+    assert credits_of(lambda: dispatcher.barrier())[0] == 0
+    # A dispatch of few tokens does not wait in a count kernel.
+    assert credits_of(lambda: dispatcher.dispatch(x, scores, ids))[0] == 1
+    assert credits_of(lambda: dispatcher.broadcast_counts(ids))[0] == 0
+    with torch.no_grad():
+        dispatcher.combine(rows, handle)
+    capturing.append(True)
+    assert credits_of(both)[0] == 1
+    assert credits_of(both)[0] == 0
+    capturing.clear()
+    assert credits_of(both)[0] == 1
+    assert credits_of(both)[0] == 0
+
+
+def test_warming_up_loads_what_a_capture_may_be_the_first_to_need(gpu_lane):
+    dispatcher, _, _ = gpu_lane
+    with OpGuard() as guard:
+        dispatcher.warmup()
+    assert guard.launches["_credit_kernel"] >= len(Kind)
+    assert guard.launches["_barrier_kernel"] >= 1
+
+
+def test_another_current_gpu_is_refused(gpu_lane, monkeypatch):
+    dispatcher, _, _ = gpu_lane
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(
+        symm_a2a.EnvironmentUnsupportedError, match="cuda:0 to be the current device, got cuda:1"
+    ):
+        dispatcher.barrier()
