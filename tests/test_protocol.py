@@ -239,3 +239,15 @@ def test_another_current_gpu_is_refused(gpu_lane, monkeypatch):
         symm_a2a.EnvironmentUnsupportedError, match="cuda:0 to be the current device, got cuda:1"
     ):
         dispatcher.barrier()
+
+
+def test_all_counts_of_many_experts_are_broadcast():
+    cfg = EPConfig(num_experts=1400, top_k=K, hidden_dim=D, max_tokens_per_rank=T, dtype=torch.float32)
+    ids = [torch.tensor([[0, 1399], [700, -1]]), torch.tensor([[1399, 1399]])]
+    with VirtualWorld(cfg, W, "cpu") as world:
+        lanes = [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
+        found = [exchange.launch_barrier(lane, i) for lane, i in zip(lanes, ids, strict=True)]
+        for lane, counts in zip(lanes, found, strict=True):
+            exchange.join_barrier(lane, counts)
+    expected = torch.stack([torch.bincount(i[i >= 0], minlength=1400) for i in ids]).int()
+    assert all(torch.equal(counts, expected) for counts in found)
