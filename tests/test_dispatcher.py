@@ -316,3 +316,21 @@ def test_a_lane_is_an_int(dispatcher, lane):
 def test_a_dispatcher_in_place_of_its_arena(dispatcher):
     with pytest.raises(symm_a2a.ConfigError, match="arena of a dispatcher, got SymmTokenDispatcher"):
         SymmTokenDispatcher(config(), arena=dispatcher)
+
+
+def test_an_infinite_score_of_a_dropped_slot_reaches_nothing():
+    """The first slot's expert has no room, the second's has; K = 3 adds a masked one."""
+    cfg = EPConfig(
+        num_experts=2, top_k=3, hidden_dim=D, max_tokens_per_rank=1, dtype=torch.float32, capacity=1,
+        overflow="drop",
+    )  # fmt: skip
+    with SymmTokenDispatcher(cfg, device="cpu") as dispatcher:
+        x = torch.randn(1, D, requires_grad=True)
+        scores = torch.tensor([[torch.inf, 0.5, torch.inf]], requires_grad=True)
+        rows, _, handle = dispatcher.dispatch(x, scores, torch.tensor([[1, 0, -1]]))
+        out = dispatcher.combine(rows, handle)
+        assert torch.equal(out, 0.5 * x)
+        out.sum().backward()
+        assert torch.equal(x.grad, torch.full((1, D), 0.5))
+        torch.testing.assert_close(scores.grad, torch.tensor([[0.0, float(x.sum()), 0.0]]))
+        assert dispatcher.dropped_rows == 1
