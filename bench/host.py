@@ -1,4 +1,4 @@
-"""Ranks without GPUs: processes whose kernels run in Triton's interpreter."""
+"""Where the processes that are started next run kernels: in Triton's interpreter, or compiled."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import os
 from collections.abc import Iterator
 
 
+def interpreted() -> contextlib.AbstractContextManager[None]:
+    """Have processes that are started in here interpret kernels, also where there is a GPU."""
+    return _setting("1")
+
+
+def compiled() -> contextlib.AbstractContextManager[None]:
+    """Have processes that are started in here compile kernels, also where there is no GPU."""
+    return _setting("0")
+
+
 @contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Have the ranks that are started in here run kernels in the interpreter, also where there is a GPU."""
+def _setting(value: str) -> Iterator[None]:
     before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = value
     try:
         yield
     finally:

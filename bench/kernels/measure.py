@@ -7,14 +7,13 @@ the library or Triton before a task runs.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING, TypeVar
 
+from bench.host import compiled
 from bench.kernels.figures import Figures, measure
 from bench.kernels.gpus import GPUS
 
@@ -63,23 +62,10 @@ def in_processes(
         processes: at most.
     """
     spawn = multiprocessing.get_context("spawn")
-    with _compiled(), ProcessPoolExecutor(min(processes, len(tasks)), mp_context=spawn) as pool:
+    with compiled(), ProcessPoolExecutor(min(processes, len(tasks)), mp_context=spawn) as pool:
         waiting = {pool.submit(function, *given): number for number, (function, given) in enumerate(tasks)}
         try:
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _compiled() -> Iterator[None]:
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before

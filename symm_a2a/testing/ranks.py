@@ -37,7 +37,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from symm_a2a.errors import EnvironmentUnsupportedError, InputError, SymmA2AError
+from symm_a2a.errors import EnvironmentUnsupportedError, InputError
+from symm_a2a.testing.failures import RankError, RankFailure
 
 Result = TypeVar("Result")
 
@@ -52,36 +53,6 @@ _DEATH_NOTICED_LATE = 1.0
 
 # torch imports the last where it is first needed, which takes longer than all the rest of a small run.
 _PRELOAD = ("torch", "torch.distributed", "numpy", "symm_a2a", "symm_a2a.testing", "torch._dynamo")
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """What became of one rank: its traceback, or how it ended and where it was."""
-
-    rank: int
-    text: str
-
-
-class RankError(SymmA2AError, RuntimeError):
-    """Ranks of `run_ranks` failed, died or did not finish.
-
-    Args:
-        world_size: how many ranks there were.
-        failures: those that did not return, the first failure first.
-    """
-
-    def __init__(self, world_size: int, failures: tuple[RankFailure, ...]) -> None:
-        """Keep both; the message is made of them."""
-        super().__init__(world_size, failures)
-        self.world_size = world_size
-        self.failures = failures
-
-    def __str__(self) -> str:
-        """Return every failing rank's traceback, the first failure first."""
-        ranks = ", ".join(str(failure.rank) for failure in self.failures)
-        parts = [f"expected {self.world_size} ranks to return, got failures, the first one first: {ranks}"]
-        parts += [f"---- rank {failure.rank} ----\n{failure.text.rstrip()}" for failure in self.failures]
-        return "\n\n".join(parts)
 
 
 def run_ranks(
