@@ -13,8 +13,10 @@ masked ones. `python -m bench train --trace FILE` writes one, `python -m bench a
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -85,26 +87,44 @@ def read_trace(path: Path) -> Trace:
         return _read(path)
     except OSError as error:
         raise ValueError(f"expected a readable trace at {path}, got {error.strerror or error}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except ValueError as error:
         raise ValueError(
             f"{path} is no routing trace, as `python -m bench train --trace FILE` writes them: {error}"
         ) from error
 
 
 def _read(path: Path) -> Trace:
-    archive = np.load(path, allow_pickle=False)
-    if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise ValueError("expected a .npz archive, got a single array")
-    with archive:
+    with _archive(path) as archive:
         missing = {"format", "num_experts", "ids"} - set(archive.files)
         if missing:
             raise ValueError(
                 f"expected arrays format, num_experts and ids, got no {', '.join(sorted(missing))}"
             )
         for name in ("format", "num_experts"):
-            array = archive[name]
+            array = _array(archive, name)
             if array.shape != () or array.dtype.kind not in "iu":
                 raise ValueError(f"expected {name} to be one integer, got {array.dtype} {array.shape}")
         if archive["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT}, got {archive['format']}")
-        return Trace(archive["ids"], int(archive["num_experts"]))
+        return Trace(_array(archive, "ids"), int(archive["num_experts"]))
+
+
+# What NumPy itself says of files and arrays that are not plain advises to load pickles.
+def _archive(path: Path) -> Any:
+    try:
+        archive = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile):
+        raise ValueError("expected a .npz archive, got a damaged file or another kind of file") from None
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise ValueError("expected a .npz archive, got a single array")
+    return archive
+
+
+def _array(archive: Any, name: str) -> np.ndarray:
+    try:
+        array = archive[name]
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        array = None
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"expected {name} as a plain array of numbers, got objects or damaged data")
+    return array

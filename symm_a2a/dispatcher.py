@@ -257,6 +257,8 @@ class SymmTokenDispatcher:
             self.arena.lanes[lane].warm_up()
             self.barrier(lane=lane)
             for ids_dtype in ids_dtypes:
+                ids = torch.full((1, cfg.top_k), -1, dtype=ids_dtype, device=self.device)
+                self.broadcast_counts(ids, lane=lane)
                 self._warm_up(1, ids_dtype, lane)
                 if cfg.max_tokens_per_rank > SMALL_TOKENS and cfg.capacity != "exact":
                     # Other kernels than for a small message.
@@ -270,6 +272,8 @@ class SymmTokenDispatcher:
             ids = torch.full((T, cfg.top_k), -1, dtype=ids_dtype, device=self.device)
             rows, _, handle = self.dispatch(x, scores, ids, lane=lane)
             self.combine(rows, handle).sum().backward()
+            # A loss on rows alone has no gradients of scores.
+            self.dispatch(x, scores, ids, lane=lane)[0].sum().backward()
 
     @property
     def dropped_rows(self) -> int:

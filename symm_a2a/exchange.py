@@ -229,11 +229,11 @@ def launch_barrier(lane: Lane, ids_TK: torch.Tensor | None = None) -> torch.Tens
         For `join_barrier`: int32 `(W, E)`, to hold the counts of every rank; None without ids.
     """
     counts_WE = None
-    lane.begin(Kind.BARRIER, kernel_waits=True)
+    lane.begin(Kind.BARRIER if ids_TK is None else Kind.COUNTS, kernel_waits=True)
     if ids_TK is not None:
         layout = lane.layout
         counts_WE = ids_TK.new_empty((layout.world_size, layout.num_experts), dtype=torch.int32)
-        count(lane.channel, ids_TK.contiguous(), counts_WE.new_empty(layout.world_size))
+        count(lane.channel, ids_TK.contiguous(), counts_WE.new_empty(layout.world_size), Kind.COUNTS)
     barrier(lane.channel, counts_WE, arrive=True, leave=lane.channel.spins)
     return counts_WE
 
@@ -241,7 +241,7 @@ def launch_barrier(lane: Lane, ids_TK: torch.Tensor | None = None) -> torch.Tens
 @ranged("join", Kind.BARRIER)
 def join_barrier(lane: Lane, counts_WE: torch.Tensor | None = None) -> None:
     """Wait until every peer is here; afterwards `counts_WE` is written."""
-    lane.arrive(Kind.BARRIER)
+    lane.arrive(Kind.BARRIER if counts_WE is None else Kind.COUNTS)
     if not lane.channel.spins:
         barrier(lane.channel, counts_WE, arrive=False, leave=True)
     lane.end()

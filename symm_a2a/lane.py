@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 
+from symm_a2a.diagnosis import Diagnosis
 from symm_a2a.errors import (
     CapacityError,
     ClosedError,
     EnvironmentUnsupportedError,
     ExchangeError,
-    ExchangeMismatchError,
     ExpertIdError,
     LaneBusyError,
-    PeerLostError,
-    PeerTimeoutError,
 )
 from symm_a2a.kernels.blocks import blocks_for
 from symm_a2a.kernels.channel import (
     EPOCH_SHIFT,
-    LABEL_MASK,
-    LABEL_SHIFT,
     Cell,
     Channel,
     HostCounts,
@@ -42,11 +38,6 @@ from symm_a2a.readback import RowCount, host_visible
 _POLLS_PER_SECOND = 1_000_000
 """Looks at a flag per second from a GPU; a wait in a kernel is bounded by their number."""
 
-_BREAKS = (
-    "a rank that skips its backward, runs in no_grad alone, or whose loss ignores its output "
-    "(add 0 * out.sum()) breaks that order"
-)
-_ADVICE = f" (EPConfig.timeout). Every rank must run every exchange, in the same order: {_BREAKS}"
 _FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
 
 
@@ -108,10 +99,10 @@ class Lane:
             counts=HostCounts(),
         )
         self._status = self.channel.status.numpy()
+        self._diagnosis = Diagnosis(index, memory, self.channel, timeout)
         self._rows = RowCount(device)
         if memory.host_waits:
             self._state = self.channel.state.numpy()
-            self._abort = self.channel.abort_W.numpy()
             self._flags = {name: self.channel.local[name].numpy() for name in FLAGS}
 
     def begin(self, kind: Kind, *, kernel_waits: bool = False) -> None:
@@ -219,7 +210,7 @@ class Lane:
         if self._failures:
             raise self._failures[0]
         if self._status[Report.FAILURE]:
-            raise self.fail(self._reported_failure())
+            raise self.fail(self._diagnosis.reported())
         if self._status[Report.INVALID_IDS]:
             invalid, self._status[Report.INVALID_IDS] = int(self._status[Report.INVALID_IDS]), 0
             raise ExpertIdError(
@@ -291,82 +282,17 @@ class Lane:
             missing = np.flatnonzero(words >> EPOCH_SHIFT < epoch)
             if not missing.size:
                 return
-            astray = self._astray(kind, wait)
-            gave_up = np.flatnonzero(self._abort)
-            ended = self.memory.lost_peers()
+            evidence = self._diagnosis.evidence(kind, wait)
             late = time.monotonic() > deadline
             # Read again: a peer may have raised its flag, and gone on or ended, since.
             missing = [int(peer) for peer in missing if words[peer] >> EPOCH_SHIFT < epoch]
-            for peer in missing:
-                if peer in astray:
-                    raise self.fail(
-                        self._mismatch(kind, epoch, peer, astray[peer], scatters=not kind.scatters)
-                    )
-            for peers, how in (
-                (gave_up, "gave up before it took part; its own error says why"),
-                (ended, "ended before it took part"),
-            ):
-                gone = [peer for peer in missing if peer in peers]
-                if gone:
-                    raise self.fail(PeerLostError(self._story(gone, kind, wait, epoch, how)))
+            error = self._diagnosis.blame(missing, evidence, kind, wait, epoch)
+            if error is not None:
+                raise self.fail(error)
             if missing and late:
-                how = f"did not take part within {self.timeout:g} s{_ADVICE}"
-                raise self.fail(PeerTimeoutError(self._story(missing, kind, wait, epoch, how)))
+                raise self.fail(self._diagnosis.timeout(missing, kind, wait, epoch))
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
-
-    def _astray(self, kind: Kind, wait: Wait) -> dict[int, int]:
-        """Return the ready words of peers that run an exchange in the other direction instead.
-
-        In one lane a peer launches there only after it has taken part here.
-        """
-        if wait == Wait.CREDIT:
-            return {}
-        other = "gather" if kind.scatters else "scatter"
-        launched = self._state[Cell.GATHER_LAUNCHED if kind.scatters else Cell.SCATTER_LAUNCHED]
-        words = self._flags[f"{other}_ready"]
-        return {int(peer): int(words[peer]) for peer in np.flatnonzero(words >> EPOCH_SHIFT > launched)}
-
-    def _story(self, peers: Iterable[int], kind: Kind, wait: Wait, epoch: int, what: str) -> str:
-        names = ", ".join(str(int(peer)) for peer in peers)
-        awaited = {
-            Wait.COPIES: "its copies",
-            Wait.CREDIT: "word that the last exchange was taken",
-            Wait.COUNTS: "its counts",
-        }
-        return (
-            f"rank {self.memory.rank} waited for {awaited[wait]} in {kind.title}, lane {self.index}, "
-            f"epoch {epoch}, but peer {names} {what}"
-        )
-
-    def _reported_failure(self) -> ExchangeError:
-        """Turn the status words of a kernel into the error they mean."""
-        kind = Kind(int(self._status[Report.FAILURE]) >> 4)
-        wait = Wait(int(self._status[Report.FAILURE]) & 15)
-        epoch, label = int(self._status[Report.EPOCH]), int(self._status[Report.LABEL])
-        words = self._status[Report.WORDS :]
-        late = np.flatnonzero(words >> EPOCH_SHIFT < epoch)
-        if late.size:
-            if self.memory.spins:
-                how = f"did not take part within about {self.timeout:g} s{_ADVICE}"
-                return PeerTimeoutError(self._story(late, kind, wait, epoch, how))
-            return ExchangeError(self._story(late, kind, wait, epoch, "has not launched it yet"))
-        labels = (words >> LABEL_SHIFT) & LABEL_MASK
-        peer = int(np.flatnonzero((labels != label) | (words >> EPOCH_SHIFT != epoch))[0])
-        return self._mismatch(kind, epoch, peer, int(words[peer]), scatters=kind.scatters)
-
-    def _mismatch(
-        self, kind: Kind, epoch: int, peer: int, word: int, *, scatters: bool
-    ) -> ExchangeMismatchError:
-        """Return the error for a peer's word of a scatter, or of a gather, that names something else."""
-        label = (word >> LABEL_SHIFT) & LABEL_MASK
-        theirs, dispatch = Kind.of_label(label, scatters=scatters), label >> 2
-        return ExchangeMismatchError(
-            f"expected every rank to run {kind.title} in lane {self.index}, epoch {epoch}, "
-            f"got {theirs.title} (of dispatch {dispatch}, modulo 16) from peer {peer} "
-            f"while rank {self.memory.rank} runs {kind.title}. Every rank must run every exchange in the "
-            f"same order, in the backward too: {_BREAKS}"
-        )
 
 
 def _direction(kind: Kind) -> str:

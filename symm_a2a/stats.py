@@ -12,7 +12,7 @@ from symm_a2a.layout import ArenaLayout
 
 FLAG_BYTES = 8
 COUNT_BYTES = 4
-_OPERATIONS = (Kind.DISPATCH, Kind.COMBINE, Kind.DISPATCH_BACKWARD, Kind.COMBINE_BACKWARD)
+_OF_ROWS = (Kind.DISPATCH, Kind.COMBINE, Kind.DISPATCH_BACKWARD, Kind.COMBINE_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Stats:
             `capacity="exact"`.
         blocked_seconds: the host's time waiting for peers, or for such a number. On GPUs the kernels wait
             for the peers, and their time is not in it.
-        exchanges: launched, by operation: `dispatch`, `combine`, `dispatch_backward`, `combine_backward`.
+        exchanges: launched, by operation: `dispatch`, `combine`, `dispatch_backward`, `combine_backward`,
+            `barrier`, and `counts` for a broadcast of counts.
         copies: rows sent, by operation, to each rank, this one included: `W` numbers.
         rows: that dispatches brought here, before padding and drops.
         payload_bytes_W: row contents stored at each rank, this one included.
-        metadata_bytes_W: all else stored there: headers, counts, score gradients, flags, and what
-            pads rows to 16 bytes.
+        metadata_bytes_W: all else stored there: headers, counts, score gradients, flags (that of a join from
+            the launch on), and what pads rows to 16 bytes.
         dropped_rows: past a static capacity, and not raised as an error.
         symmetric_bytes: symmetric memory of this rank.
     """
@@ -68,26 +69,27 @@ def stats_of(lanes: Iterable[Lane], layout: ArenaLayout) -> Stats:
     W = layout.world_size
     launches = syncs = rows = dropped = 0
     blocked = 0.0
-    exchanges, copies = [0] * len(_OPERATIONS), [[0] * W for _ in _OPERATIONS]
+    exchanges, copies = dict.fromkeys(Kind, 0), {kind: [0] * W for kind in _OF_ROWS}
     payload_W, metadata_W = [0] * W, [0] * W
     for lane in lanes:
         counts, state = lane.channel.counts, lane.channel.state.tolist()
         lane.raise_reports()
         launches, syncs, blocked = launches + counts.launches, syncs + counts.syncs, blocked + counts.blocked
         rows, dropped = rows + state[Cell.ROWS], dropped + lane.dropped_rows
-        for kind in _OPERATIONS:
+        for kind in Kind:
             times = state[Cell.EXCHANGES + kind]
-            sent_W = state[Cell.COPIES + kind * W :][:W]
             exchanges[kind] += times
-            for peer, sent in enumerate(sent_W):
+            for peer in range(W):
+                metadata_W[peer] += times * exchange_metadata_bytes(layout, kind)
+        for kind in _OF_ROWS:
+            for peer, sent in enumerate(state[Cell.COPIES + kind * W :][:W]):
                 copies[kind][peer] += sent
                 payload_W[peer] += sent * layout.hidden_dim * layout.dtype.itemsize
                 metadata_W[peer] += sent * copy_metadata_bytes(layout, kind)
-                metadata_W[peer] += times * exchange_metadata_bytes(layout, kind)
     return Stats(
         launches=launches, host_syncs=syncs, blocked_seconds=blocked,
-        exchanges={kind.name.lower(): exchanges[kind] for kind in _OPERATIONS},
-        copies={kind.name.lower(): copies[kind] for kind in _OPERATIONS},
+        exchanges={kind.name.lower(): times for kind, times in exchanges.items()},
+        copies={kind.name.lower(): sent_W for kind, sent_W in copies.items()},
         rows=rows, payload_bytes_W=payload_W, metadata_bytes_W=metadata_W,
         dropped_rows=dropped, symmetric_bytes=layout.nbytes,
     )  # fmt: skip
@@ -110,10 +112,10 @@ def exchange_metadata_bytes(layout: ArenaLayout, kind: Kind) -> int:
     """Return what goes to each peer in an exchange whatever the number of rows, in bytes.
 
     The ready flag when it is launched, the free flag when it is joined; a scatter's counts flag; and a
-    dispatch's counts of all experts.
+    dispatch's counts of all experts, or a broadcast's.
     """
     flags = 3 if kind.scatters else 2
-    counts = layout.num_experts if kind == Kind.DISPATCH else 0
+    counts = layout.num_experts if kind in (Kind.DISPATCH, Kind.COUNTS) else 0
     return flags * FLAG_BYTES + counts * COUNT_BYTES
 
 

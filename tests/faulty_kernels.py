@@ -9,13 +9,15 @@ from bench.kernels.figures import Figures, measure
 from bench.shapes import Shape
 
 SHAPE = Shape("olmoe", "as the rules know it", tokens=64, hidden=2048, experts=64, top_k=8, ranks=8)
-GOOD = dict(HINT=True, FENCE=True, SEM="release", LATE=False, ROWS=2, N=1024)
+GOOD = dict(HINT=True, FENCE=True, BEHIND=True, AROUND=True, SEM="release", LATE=False, ROWS=2, N=1024)
 # What each fault changes: constants of the kernel, options of the compiler, or the grid.
 FAULTS = {
     "none": {},
     "no alignment hint": dict(HINT=False),
     "relaxed flag": dict(SEM="relaxed"),
     "no barrier": dict(FENCE=False),
+    "no barrier behind a store": dict(BEHIND=False),
+    "no barrier around a loop": dict(AROUND=False),
     "rows after the count": dict(LATE=True),
     "spills": dict(ROWS=16, maxnreg=64),
     "too many registers": dict(ROWS=32, num_warps=8),
@@ -25,10 +27,10 @@ FAULTS = {
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, peers_ptr, flags_ptr, count_ptr, rows,
+    x_ptr, peers_ptr, flags_ptr, count_ptr, kept_ptr, rows,
     WEIGHTED: tl.constexpr, HAS_SCORES: tl.constexpr, KIND: tl.constexpr,
-    HINT: tl.constexpr, FENCE: tl.constexpr, SEM: tl.constexpr, LATE: tl.constexpr,
-    ROWS: tl.constexpr, N: tl.constexpr,
+    HINT: tl.constexpr, FENCE: tl.constexpr, BEHIND: tl.constexpr, AROUND: tl.constexpr,
+    SEM: tl.constexpr, LATE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Sum rows as they come and send the sums so far; flags as often as the kernel of this name has them."""
     w = tl.arange(0, 8)
@@ -36,6 +38,15 @@ def _gather_kernel(
     for _ in tl.static_range(2):
         tl.atomic_add(flags_ptr + w, zero, sem="acquire", scope="sys")
         tl.debug_barrier()
+    tl.store(kept_ptr + w, zero)
+    if BEHIND:
+        tl.debug_barrier()
+    for _ in tl.range(rows):
+        kept = tl.load(kept_ptr + 7 - w)
+        tl.debug_barrier()
+        tl.store(kept_ptr + w, kept + 1)
+        if AROUND:
+            tl.debug_barrier()
     base = tl.load(peers_ptr).to(tl.pointer_type(tl.bfloat16))
     if HINT:
         base = tl.multiple_of(base, 16)
@@ -64,6 +75,6 @@ def measure_fault(fault: str, target: str) -> Figures:
     arguments = dict(
         x_ptr=torch.zeros(8, dtype=torch.bfloat16), peers_ptr=torch.zeros(2, dtype=torch.int64),
         flags_ptr=torch.zeros(8, dtype=torch.int64), count_ptr=torch.zeros(2, dtype=torch.int32),
-        rows=4096, WEIGHTED=True, HAS_SCORES=True, KIND=1,
+        kept_ptr=torch.zeros(8, dtype=torch.int64), rows=4096, WEIGHTED=True, HAS_SCORES=True, KIND=1,
     )  # fmt: skip
     return measure(Launch(_gather_kernel, arguments | constants, options, grid), SHAPE, target)

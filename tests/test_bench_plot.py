@@ -112,6 +112,27 @@ def test_pictures_show_the_figures(tmp_path):
     assert matrices["26 rows"] == ["5", "6", "7", "8"]
 
 
+@pytest.mark.parametrize(
+    ("rates", "unit", "shown"),
+    [((2.0, 1.5), "GB/s", "1.5"), ((0.4, 0.25), "MB/s", "250"), ((9.5e-5, 2e-6), "kB/s", "2")],
+)
+def test_rates_are_in_the_unit_that_fits(rates, unit, shown, tmp_path):
+    results = [result(CASE, "symm", 1.0, rates), result(EVEN, "symm", 1.0, rates)]
+    drawn = panels(pictures.bandwidth(load(written(tmp_path / "a.csv", results, HOST))))
+    assert drawn["Dispatch"].get_xlabel() == unit
+    assert texts(drawn["Dispatch"]) == [shown]
+    assert drawn["Even all-to-all"].get_ylabel() == f"{unit} across a link"
+    (curve,) = drawn["Even all-to-all"].lines
+    assert curve.get_ydata().tolist() == pytest.approx([float(shown)])
+
+
+def test_few_panels_fill_the_figure(tmp_path):
+    for name, results in (("one", RESULTS[:2]), ("two", RESULTS[:4])):
+        run = load(written(tmp_path / f"{name}.csv", results))
+        for make in (pictures.latency, pictures.bandwidth, pictures.speedup, pictures.copies):
+            assert max(axes.get_position().x1 for axes in make(run).axes) > 0.9, (name, make)
+
+
 @pytest.mark.parametrize("setting", [GPU, HOST])
 def test_interpreted_results_say_so(setting, tmp_path):
     run = load(written(tmp_path / "a.csv", setting=setting))
@@ -177,6 +198,10 @@ def set_in(index, **values):
         (set_in(1, metric="latency_p20"), "expected each metric of a case once"),
         (set_in(1, value="fast"), "got 'fast' as latency_p50"),
         (set_in(1, metric="latency"), "expected latency_p50 of every case"),
+        (set_in(9, metric="copies"), "expected copies[1,1] of every case"),
+        (set_in(3, mode=""), "got row 4 of 59 without mode; the file may be cut off"),
+        (set_in(58, triton="", date="", mode=""), "got row 59 of 59 without triton; the file may be cut off"),
+        (set_in(3, mode="interp"), "got 'interp' in row 4 of 59; the file may be cut off"),
         (lambda rows: rows.clear(), "got none that passed their checks"),
     ],
 )

@@ -58,7 +58,7 @@ def test_trace_is_read_as_it_was_written(tmp_path, capsys):
         ({"ids": np.zeros((1, 1, 1, 1), np.int32)}, r"expected ids as int32 \(steps, layers,"),
         ({"ids": np.zeros((1, 1, 1, 1, 1))}, "got float64"),
         ({"ids": np.zeros((1, 1, 0, 1, 1), np.int32)}, "at least one id"),
-        ({"ids": np.array([None])}, "pickle"),
+        ({"ids": np.array([None])}, "expected ids as a plain array of numbers, got objects or damaged data"),
     ],
 )
 def test_broken_traces(arrays, message, tmp_path):
@@ -73,8 +73,23 @@ def test_broken_traces(arrays, message, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"nothing", b"PK\x03\x04 and nothing"])
 def test_files_that_are_no_traces(content, tmp_path):
     (tmp_path / "a.npz").write_bytes(content)
-    with pytest.raises(ValueError, match="is no routing trace"):
+    with pytest.raises(ValueError, match=r"is no routing trace.*expected a \.npz archive") as caught:
         read_trace(tmp_path / "a.npz")
+    assert "pickle" not in str(caught.value)
+
+
+def test_damaged_traces(tmp_path):
+    path = tmp_path / "a.npz"
+    write_trace(path, trace_of_two_ranks())
+    whole = path.read_bytes()
+    # In the compressed ids, the last array of the file.
+    middle = whole.rindex(b"ids.npy", 0, whole.index(b"PK\x01\x02")) + 60
+    path.write_bytes(whole[:middle] + bytes(20) + whole[middle + 20 :])
+    with pytest.raises(ValueError, match="expected ids as a plain array of numbers, got objects or damaged"):
+        read_trace(path)
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="got a damaged file"):
+        read_trace(path)
 
 
 def test_training_writes_its_routing(tmp_path):

@@ -173,7 +173,15 @@ def test_warmup_launches_all_that_a_later_call_does(monkeypatch):
 
         def launched(self, kernel, *args):
             def call(*given, **options):
-                forms.add((kernel.__name__, *(options.get(name) for name in ("KIND", "COUNTS_TOO", "PLACE"))))
+                forms.add(
+                    (
+                        kernel.__name__,
+                        *(
+                            options.get(name)
+                            for name in ("KIND", "COUNTS_TOO", "PLACE", "HAS_SCORES", "HAS_COUNTS")
+                        ),
+                    )
+                )
                 return launch(self, kernel, *args)(*given, **options)
 
             return call
@@ -185,6 +193,9 @@ def test_warmup_launches_all_that_a_later_call_does(monkeypatch):
             x = torch.randn(tokens, 4, requires_grad=True)
             rows, _, handle = dispatcher.dispatch(x, torch.rand(tokens, 2), torch.randint(4, (tokens, 2)))
             dispatcher.combine(rows, handle).sum().backward()
+            dispatcher.dispatch(x, torch.rand(tokens, 2), torch.randint(4, (tokens, 2)))[0].sum().backward()
+        dispatcher.broadcast_counts(torch.randint(4, (3, 2)))
+        dispatcher.barrier()
         assert warm
         assert forms == warm
 
@@ -192,8 +203,8 @@ def test_warmup_launches_all_that_a_later_call_does(monkeypatch):
 def test_warmup_uses_every_lane_in_both_directions(dispatcher):
     dispatcher.warmup()
     for lane in dispatcher.arena.lanes:
-        # A barrier, and a dispatch and combine, forward and backward.
-        assert lane.channel.state[:4].tolist() == [3, 3, 2, 2]
+        # A barrier, counts; a dispatch and combine, forward and backward; a dispatch and its backward.
+        assert lane.channel.state[:4].tolist() == [5, 5, 3, 3]
 
 
 def test_memory_goes_with_the_dispatcher():

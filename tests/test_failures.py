@@ -313,3 +313,39 @@ def test_a_rank_killed_in_the_constructor_leaves_no_segment():
         run_ranks(killed_in_the_constructor, 2, timeout=60)
     left = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("symm_a2a-")]
     assert left == []
+
+
+def kernels_disagree(rank, group, first, second):
+    """One rank runs `first` and the other `second`; kernels wait, as on a GPU."""
+    wait_as_on_a_gpu()
+    dispatcher = SymmTokenDispatcher(config(timeout=0.01, capacity=40), group)
+    x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=5)
+    rows, _, handle = dispatcher.dispatch(x, scores, ids)
+    run = {
+        "combine": lambda: dispatcher.combine(rows, handle),
+        "barrier": lambda: dispatcher.barrier(),
+        "counts": lambda: dispatcher.broadcast_counts(ids),
+        "dispatch": lambda: dispatcher.dispatch(x, scores, ids),
+    }[second if rank else first]
+    dist.barrier(group)
+    try:
+        run()
+        dispatcher.stats()
+    except symm_a2a.ExchangeError as error:
+        dist.barrier(group)
+        dispatcher.close()
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("barrier", "combine"), ("counts", "barrier"), ("dispatch", "counts")]
+)
+def test_kernels_that_wait_for_different_operations_say_so(first, second):
+    """In the other direction too, where a kernel sees no more than that nobody comes."""
+    messages = run_ranks(kernels_disagree, 2, first, second)
+    named = [m for m in messages if m.startswith("ExchangeMismatchError: expected every rank to run ")]
+    assert named
+    assert all(first in message and second in message for message in named)
+    # The other rank may have been told to give up before it looked for itself.
+    for message in set(messages) - set(named):
+        assert "gave up before it took part; its own error says why" in message

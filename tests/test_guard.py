@@ -1,5 +1,6 @@
 """The guard sees what it is for: waits of the host and operators, wherever they hide."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,8 @@ READS = {
     "condition": lambda x: bool(x[0] > 0),
     "tolist": lambda x: x.tolist(),
     "numpy": lambda x: x.numpy(),
+    "asarray": lambda x: np.asarray(x),
+    "unique_consecutive": lambda x: x.unique_consecutive(),
     "nonzero": lambda x: x.nonzero(),
     "where": lambda x: torch.where(x > 0),
     "mask": lambda x: x[x > 0],
@@ -87,17 +90,28 @@ def test_what_computes_copies_or_fills_is_counted(name, compute):
     assert counting.compute_ops[name] == 1
 
 
-def test_copies_from_a_gpu_are_waits_unless_they_are_asynchronous():
+def test_copies_between_cpu_and_gpu_are_waits_unless_they_are_asynchronous():
     """No GPU is needed to judge one: only devices are looked at."""
     gpu, cpu = torch.empty(2, device="meta"), torch.empty(2)
-    assert guard._leaves_gpu("copy_", (cpu, gpu), {})
-    assert guard._leaves_gpu("copy_", (cpu, gpu, False), {})
-    assert not guard._leaves_gpu("copy_", (cpu, gpu, True), {})
-    assert not guard._leaves_gpu("copy_", (cpu, gpu), {"non_blocking": True})
-    assert not guard._leaves_gpu("copy_", (gpu, cpu), {})
-    assert guard._leaves_gpu("_to_copy", (gpu,), {"device": torch.device("cpu")})
-    assert not guard._leaves_gpu("_to_copy", (gpu,), {"dtype": torch.float64})
-    assert not guard._leaves_gpu("_to_copy", (cpu,), {"device": torch.device("meta")})
+    for pair in ((cpu, gpu), (gpu, cpu)):
+        assert guard._crosses("copy_", pair, {})
+        assert guard._crosses("copy_", (*pair, False), {})
+        assert not guard._crosses("copy_", (*pair, True), {})
+        assert not guard._crosses("copy_", pair, {"non_blocking": True})
+        assert guard._crosses("_to_copy", pair[:1], {"device": pair[1].device})
+        assert not guard._crosses("_to_copy", pair[:1], {"device": pair[1].device, "non_blocking": True})
+    for one in (cpu, gpu):
+        assert not guard._crosses("copy_", (one, one), {})
+        assert not guard._crosses("_to_copy", (one,), {"dtype": torch.float64})
+        assert not guard._crosses("mul", (one, one), {})
+
+
+def test_masks_are_of_booleans_or_bytes_and_may_stand_anywhere():
+    x, where = torch.ones(2, 3), torch.tensor([0, 1])
+    for dtype in (torch.bool, torch.uint8):
+        assert guard._selects_by_mask("index", (x, [None, where.to(dtype)]))
+    assert not guard._selects_by_mask("index", (x, [None, where]))
+    assert not guard._selects_by_mask("gather", (x, [where.bool()]))
 
 
 def test_nothing_is_seen_outside():

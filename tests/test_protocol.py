@@ -71,6 +71,7 @@ def test_no_launch_without_the_credit_of_every_peer(lanes, kind, capacity):
             lane, d.rows_RD + 1, None, d.routing
         ),
         Kind.BARRIER: lambda lane, d: exchange.launch_barrier(lane),
+        Kind.COUNTS: lambda lane, d: exchange.launch_barrier(lane, torch.zeros(1, K, dtype=torch.int64)),
     }[kind]
     join = {
         Kind.DISPATCH: lambda lane, d, flying: exchange.join_dispatch(flying),
@@ -82,6 +83,7 @@ def test_no_launch_without_the_credit_of_every_peer(lanes, kind, capacity):
             lane, flying, d.routing
         ),
         Kind.BARRIER: lambda lane, d, flying: exchange.join_barrier(lane),
+        Kind.COUNTS: lambda lane, d, flying: exchange.join_barrier(lane, flying),
     }[kind]
     flying = [again(lane, d) for lane, d in zip(lanes, done, strict=True)]
     join(lanes[0], done[0], flying[0])
@@ -120,6 +122,9 @@ def test_a_join_frees_the_sections_of_every_peer(lanes):
         ("barrier", "dispatch"),
         ("dispatch", "barrier"),
         ("barrier", "combine backward"),
+        ("barrier", "counts"),
+        ("counts", "barrier"),
+        ("counts", "dispatch"),
     ],
 )
 def test_another_exchange_than_the_peers_is_an_error_on_both_sides(lanes, mine, theirs):
@@ -133,15 +138,16 @@ def test_another_exchange_than_the_peers_is_an_error_on_both_sides(lanes, mine, 
     def start(rank, what):
         if what == "dispatch":
             return launch(lanes[rank])
-        if what == "barrier":
-            return exchange.launch_barrier(lanes[rank])
+        if what in ("barrier", "counts"):
+            ids = torch.zeros(1, K, dtype=torch.int64) if what == "counts" else None
+            return exchange.launch_barrier(lanes[rank], ids)
         return exchange.launch_combine_backward(lanes[rank], torch.ones(T, D), handles[rank][rank].routing)
 
     def finish(rank, what, flying):
         if what == "dispatch":
             return exchange.join_dispatch(flying)
-        if what == "barrier":
-            return exchange.join_barrier(lanes[rank])
+        if what in ("barrier", "counts"):
+            return exchange.join_barrier(lanes[rank], flying)
         done = handles[rank][rank]
         return exchange.join_combine_backward(lanes[rank], done.rows_RD, done.routing, 1)
 

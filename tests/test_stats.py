@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import symm_a2a
+from symm_a2a.kernels.barrier import barrier
 from symm_a2a.testing import OpGuard, run_ranks
 from tests.cases import use_small_blocks
 from tests.ranks import config as rank_config
@@ -49,7 +50,7 @@ def test_copies_rows_and_exchanges_are_those_of_the_routing(small):
             stats = dispatcher.stats()
             assert stats.copies["dispatch"] == stats.copies["combine_backward"] == expected[rank].tolist()
             assert stats.copies["combine"] == stats.copies["dispatch_backward"] == expected[:, rank].tolist()
-            assert stats.exchanges == dict.fromkeys(stats.copies, 3)
+            assert stats.exchanges == dict.fromkeys(stats.copies, 3) | {"barrier": 0, "counts": 0}
             assert stats.rows == rows[rank]
 
 
@@ -165,7 +166,11 @@ def meet(rank, group):
             dispatcher.combine(rows, handle)
             found.append(counts.tolist())
         stats = dispatcher.stats()
-        assert stats.exchanges["dispatch"] == 3
+        assert (stats.exchanges["barrier"], stats.exchanges["counts"], stats.exchanges["dispatch"]) == (
+            6,
+            3,
+            3,
+        )
         assert stats.blocked_seconds > 0
         return found
 
@@ -220,3 +225,59 @@ def test_a_profile_shows_operation_lane_and_epoch(form):
         for phase in ("launch", "join")
     ]
     assert [name for name in names if name.startswith("symm_a2a ")] == expected
+
+
+def test_barriers_and_counts_send_what_they_say():
+    """Three flags each to every rank; a broadcast the counts of all experts too."""
+    with symm_a2a.SymmTokenDispatcher(config(), device="cpu") as dispatcher:
+        start = dispatcher.stats()
+        dispatcher.barrier()
+        met = dispatcher.stats()
+        dispatcher.broadcast_counts(torch.zeros(2, K, dtype=torch.int64), lane=1)
+        assert (met - start).metadata_bytes_W == [3 * 8]
+        assert (dispatcher.stats() - met).metadata_bytes_W == [3 * 8 + 4 * E]
+        assert dispatcher.stats().launches == 2 + 3
+
+
+def test_lanes_and_drops_add_up_and_a_failure_is_raised():
+    cfg = config(capacity=4, overflow="drop", timeout=0.01)
+    with symm_a2a.VirtualWorld(cfg, W, "cpu") as world:
+        gen = torch.Generator().manual_seed(1)
+        xs = [torch.randn(6, D, generator=gen) for _ in range(W)]
+        scores = [torch.rand(6, K, generator=gen) for _ in range(W)]
+        ids = [torch.zeros(6, K, dtype=torch.int64)] * W
+        for lane in (0, 1, 1):
+            world.dispatch(xs, scores, ids, lane=lane)
+        stats = world.dispatchers[0].stats()
+        assert stats.exchanges["dispatch"] == 3
+        assert stats.rows == 3 * W * 6 * K
+        assert stats.dropped_rows == world.dispatchers[0].dropped_rows == 3 * (W * 6 * K - 4)
+        assert stats.copies["dispatch"] == [18, 0]
+        # Nobody else launches: the kernel finds it out, and the counters are not shown as if all were well.
+        channel = world.dispatchers[0].arena.lanes[0].channel
+        barrier(channel, None, arrive=True, leave=True)
+        with pytest.raises(symm_a2a.ExchangeError, match="in barrier, lane 0"):
+            world.dispatchers[0].stats()
+
+
+@pytest.mark.parametrize("programs", [3, 5])
+def test_ids_out_of_range_are_counted_once_however_many_programs_there_are(programs):
+    for tokens, capacity in ((30, 900), (150, 900), (30, "exact")):
+        cfg = config(max_tokens_per_rank=200, capacity=capacity)
+        with symm_a2a.VirtualWorld(cfg, 1, "cpu") as world:
+            use_small_blocks(world)
+            lane = world.dispatchers[0].arena.lanes[0]
+            lane.channel = dataclasses.replace(lane.channel, programs=programs)
+            ids = torch.zeros(tokens, K, dtype=torch.int64)
+            ids[3, 1], ids[tokens - 1, 0], ids[7, 2] = E, -2, 10**12
+            with pytest.raises(symm_a2a.ExpertIdError, match="got 3 "):
+                world.dispatch([torch.randn(tokens, D)], [torch.rand(tokens, K)], [ids])
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(0, 8), (1, 8), (127, 8), (128, 8), (129, 9)])
+def test_up_to_128_tokens_are_a_small_message(tokens, launches):
+    with symm_a2a.SymmTokenDispatcher(config(max_tokens_per_rank=200, capacity=600), device="cpu") as d:
+        x, scores = torch.randn(tokens, D, requires_grad=True), torch.rand(tokens, K)
+        rows, _, handle = d.dispatch(x, scores, torch.zeros(tokens, K, dtype=torch.int64))
+        d.combine(rows, handle).sum().backward()
+        assert d.stats().launches == launches

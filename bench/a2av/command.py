@@ -20,6 +20,7 @@ from bench.a2av.ranks import RankReport, Work, measure_rank
 from bench.a2av.records import Setting, to_rows, write_csv, write_json
 from bench.a2av.table import format_table, notes
 from bench.host import interpreted
+from bench.outputs import prepare
 from bench.shapes import SHAPES
 from bench.trace import read_trace
 from symm_a2a.kernels.blocks import INTERPRETED
@@ -43,13 +44,16 @@ def run(options: Options, factories: Mapping[BackendName, DispatcherFactory] = F
         factories: the dispatchers, by the names of the backends.
 
     Returns:
-        0; or 1 if results were wrong, 2 if the options do not fit.
+        0; or 1 if results were wrong, 2 if the options do not fit or a file cannot be written.
     """
     try:
         options.check()
         mode, ranks = _where(options)
         trace = read_trace(options.trace) if options.trace else None
         cases = plan(options, ranks, mode, trace)
+        leads = mode == "interpreted" or os.environ["RANK"] == "0"
+        if leads:
+            prepare(options.csv, options.json)
     except (ValueError, RuntimeError) as error:
         print(f"bench a2av: {error}", file=sys.stderr)
         return 2
@@ -57,7 +61,6 @@ def run(options: Options, factories: Mapping[BackendName, DispatcherFactory] = F
     iterations = options.iterations or iterations
     warmup = warmup if options.warmup is None else options.warmup
     work = Work(cases, options, iterations, warmup, trace, factories)
-    leads = mode == "interpreted" or os.environ["RANK"] == "0"
     if leads:
         print(_introduction(options, cases, mode, ranks, work), flush=True)
     reports = _run_under_torchrun(work) if mode == "gpu" else _run_on_host(work, ranks)

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from bench.gpu_check.journal import Journal, read
 from bench.gpu_check.parts import ALL_LIMIT, Part, parts_for
+from bench.outputs import prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the arguments say.
 
     Returns:
-        0 if all checks passed, 1 if one failed, 2 for arguments or a device that will not do.
+        0 if all checks passed, 1 if one failed, 2 for arguments, an interpreter or a device that will not do.
     """
     options = _parser().parse_args(arguments)
     if options.device == "cpu":
@@ -35,6 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     if options.part:
         return run_part(parts[names.index(options.part)], options.device, options.journal)
+    try:
+        _need("torch", "triton", "numpy")
+        prepare(options.json)
+    except (RuntimeError, ValueError) as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
     return _run_all([part for part in parts if part.name in wanted], options)
 
 
@@ -56,6 +63,22 @@ def run_part(part: Part, device: str, path: Path) -> int:
     return 0
 
 
+def _need(*packages: str) -> None:
+    """Import packages.
+
+    Raises:
+        RuntimeError: one cannot be imported; says which, and how to choose another interpreter.
+    """
+    try:
+        for package in packages:
+            importlib.import_module(package)
+    except (ImportError, OSError) as error:
+        raise RuntimeError(
+            f"expected an interpreter with {', '.join(packages)}, got {sys.executable}: {error}; "
+            "PYTHON=/path/to/python chooses another"
+        ) from error
+
+
 def _run_all(parts: list[Part], options: argparse.Namespace) -> int:
     from bench.gpu_check.environment import describe, driver_version, lines_of
     from bench.gpu_check.report import as_json, text_of
@@ -74,7 +97,6 @@ def _run_all(parts: list[Part], options: argparse.Namespace) -> int:
         entries = [*read(journal), *runner.run(parts, options.jobs)]
         result = as_json(options.device, environment, driver, entries, runner.elapsed)
     print("", text_of(result), "", sep="\n")
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(result, indent=2) + "\n")
     print(f"Wrote {options.json}")
     return 0 if result["passed"] else 1

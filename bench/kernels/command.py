@@ -14,6 +14,7 @@ from bench.kernels.measure import in_processes, measure_named
 from bench.kernels.options import Options
 from bench.kernels.rules import RULES, Breach, Rule, check, check_forms, check_sources
 from bench.kernels.table import format_table
+from bench.outputs import prepare
 from bench.progress import Progress
 
 SOURCES = Path(__file__).parents[2] / "symm_a2a" / "kernels"
@@ -27,10 +28,13 @@ def run(options: Options, rules: Iterable[Rule] = RULES) -> int:
         rules: that the figures must keep.
 
     Returns:
-        0; or 1 if a rule is broken or a kernel does not compile.
+        0; or 1 if a rule is broken or a kernel does not compile, 2 if a file cannot be written.
     """
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        prepare(options.json)
+    except ValueError as error:
+        print(f"bench kernels: {error}", file=sys.stderr)
+        return 2
     try:
         figures = _measure(options)
     except (RuntimeError, ValueError) as error:

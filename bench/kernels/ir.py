@@ -10,6 +10,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from bench.kernels.reuse import loads_without_barrier
+
 Place = tuple[str, int, int]
 """A source file, a line and a column of it."""
 
@@ -119,7 +121,7 @@ def order_faults(ttir: str, element: str, access: str | None, ahead: int = 0) ->
     All accesses that a flag announces, or ends, come first, then the count of programs, then the flags: in
     program order. Triton puts no barrier ahead of an atomic, so one must stand beside each: without it
     the count or the flag of one thread would overtake the accesses of the others, or they would overtake
-    its acquire.
+    its acquire. Nor does it put one between the store of a buffer and a load of what was stored.
 
     Args:
         ttir: of a kernel.
@@ -149,4 +151,4 @@ def order_faults(ttir: str, element: str, access: str | None, ahead: int = 0) ->
             faults.append(f"no barrier ahead of: {line.split(' loc(')[0].strip()}")
         if "acquire, sys" in line and "barrier" not in lines[n + 1]:
             faults.append(f"no barrier after: {line.split(' loc(')[0].strip()}")
-    return tuple(faults)
+    return (*faults, *loads_without_barrier(ttir))

@@ -12,11 +12,11 @@ from bench.kernels.gpus import GPUS
 from bench.kernels.polls import loops_by_file, poll_faults
 
 FLAGS = {
-    "_count_kernel": (1, 2),
+    "_count_kernel[KIND=0]": (1, 2),
     "_row_count_kernel": (1, 1),
     "_credit_kernel[KIND=1]": (1, 1),
-    "_barrier_kernel[HAS_COUNTS=0]": (2, 5),
-    "_barrier_kernel[HAS_COUNTS=1]": (2, 4),
+    "_barrier_kernel[HAS_COUNTS=0,KIND=5]": (2, 5),
+    "_barrier_kernel[HAS_COUNTS=1,KIND=6]": (2, 4),
     "_scatter_kernel[PLACE=1,COUNTS_TOO=0,KIND=0]": (1, 2),
     "_scatter_kernel[PLACE=1,COUNTS_TOO=1,KIND=0]": (2, 4),
     "_scatter_kernel[PLACE=0,COUNTS_TOO=0,KIND=3]": (2, 4),

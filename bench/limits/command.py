@@ -13,20 +13,21 @@ from bench.limits.load import expected
 from bench.limits.options import Options
 from bench.limits.table import tables_of
 from bench.limits.traffic import backward, forward
+from bench.outputs import prepare
 from bench.shapes import SHAPES
 
 
 def run(options: Options) -> int:
-    """Print the tables; return the exit code: 0, or 2 if the options do not fit."""
+    """Print the tables; return the exit code: 0, or 2 if options do not fit or a file cannot be written."""
     try:
         options.check()
+        prepare(options.json)
     except ValueError as error:
         print(f"bench limits: {error}", file=sys.stderr)
         return 2
     tables = tables_of(options.shapes, options.hardware, options.table)
     print("\n\n".join(table.format(options.markdown) for table in tables))
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures_of(options), indent=2) + "\n")
         print(f"\nWrote {options.json}")
     return 0

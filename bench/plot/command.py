@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import sys
 
+from bench.outputs import prepare
 from bench.plot.load import load
 from bench.plot.options import Options
-from bench.plot.pictures import draw
+from bench.plot.pictures import PICTURES, draw
 
 
 def run(options: Options) -> int:
-    """Draw what the file has figures for; return the exit code, 2 for a file that does not fit."""
+    """Draw what the file has figures for; return the exit code.
+
+    Args:
+        options: what to do.
+
+    Returns:
+        0; or 2 if the file does not fit or a picture cannot be written.
+    """
     try:
         results = load(options.csv)
+        prepare(*(options.out / f"{name}.png" for name in PICTURES))
     except ValueError as error:
         print(f"bench plot: {error}", file=sys.stderr)
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
     files = draw(results, options.out)
     print("Wrote " + ", ".join(map(str, files)))
     return 0

@@ -12,6 +12,11 @@ from bench.a2av.records import CASE_COLUMNS, COLUMNS
 SETTING = ("mode", "device", "ranks", "torch", "triton", "date")
 """Columns in which all rows of a file are to be the same."""
 
+EMPTY = ("bytes_per_peer", "value", "unit", "note")
+"""Columns in which a row may have nothing."""
+
+MODES = ("gpu", "interpreted")
+
 LATENCIES = ("latency_p20", "latency_p50", "latency_p80")
 
 
@@ -85,6 +90,7 @@ def load(path: Path) -> Run:
             f"expected a CSV file of `python -m bench a2av`, got {path} without columns {', '.join(missing)}"
         )
     records: list[dict[str, str]] = rows.to_dict("records")  # pyright: ignore[reportAssignmentType]
+    _check_whole(records, path)
     records = [record for record in records if record["metric"] != "error"]
     if not records:
         raise ValueError(f"expected results to draw in {path}, got none that passed their checks")
@@ -104,12 +110,40 @@ def load(path: Path) -> Run:
             raise ValueError(f"expected numbers as values in {path}, got {wrong}") from None
     named = [(dict(zip(CASE_COLUMNS, case, strict=True)), metrics) for case, metrics in cases.items()]
     for _, metrics in named:
-        absent = [name for name in LATENCIES if name not in metrics]
+        absent = [name for name in _expected(metrics, int(records[0]["ranks"])) if name not in metrics]
         if absent:
             raise ValueError(f"expected {absent[0]} of every case in {path}, got a case without")
     shapes = {case["shape"] for case, _ in named if case["routing"] not in ("even", "none")}
     measured = [Measured(case, metrics, _label(case, len(shapes) > 1)) for case, metrics in named]
     return Run(measured, {name: records[0][name] for name in SETTING})
+
+
+def _check_whole(records: list[dict[str, str]], path: Path) -> None:
+    """Check that every row has all that it must have.
+
+    Raises:
+        ValueError: says which row ends where; the first one below the head is row 1.
+    """
+    for number, record in enumerate(records, start=1):
+        for name in COLUMNS:
+            if name not in EMPTY and not record[name]:
+                raise ValueError(
+                    f"expected whole rows in {path}, got row {number} of {len(records)} without {name}; "
+                    "the file may be cut off"
+                )
+        if record["mode"] not in MODES:
+            raise ValueError(
+                f"expected {' or '.join(MODES)} as mode in {path}, got {record['mode']!r} in row {number} of "
+                f"{len(records)}; the file may be cut off"
+            )
+
+
+def _expected(metrics: dict[str, float], ranks: int) -> list[str]:
+    """Return the metrics that a case must have, given those that it has."""
+    names = [*LATENCIES]
+    if "copies[0,0]" in metrics:
+        names += [f"copies[{i},{j}]" for i in range(ranks) for j in range(ranks)]
+    return names
 
 
 def _label(case: dict[str, str], many_shapes: bool) -> str:

@@ -8,7 +8,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from bench.plot.load import Measured, Run
-from bench.plot.panels import HEAD, LOOKS, figure_of, write_head
+from bench.plot.panels import HEAD, LOOKS, WIDTH, figure_of, write_head
 from bench.style import INK, PALE, short
 
 LEFT, GAP, TITLE = 0.85, 0.62, 0.35
@@ -19,7 +19,10 @@ COLUMNS = 5
 
 
 def copies(run: Run) -> Figure | None:
-    """Draw the rows that each rank sends to each in a dispatch: a backend a line, a routing a column."""
+    """Draw the rows that each rank sends to each in a dispatch: a backend a line, a routing a column.
+
+    The backends of a single routing stand beside each other.
+    """
     found = {
         (one.backend, one.label): rows_of(one, run.ranks)
         for one in run.measured
@@ -29,16 +32,20 @@ def copies(run: Run) -> Figure | None:
         return None
     labels = list(dict.fromkeys(label for _, label in found))
     backends = [backend for backend in LOOKS if any(backend == name for name, _ in found)]
-    columns = min(COLUMNS, len(labels))
-    side = max(1.9, 0.26 * run.ranks)
-    band = TITLE + len(backends) * (side + GAP)
+    beside = len(labels) == 1
+    columns = len(backends) if beside else min(COLUMNS, len(labels))
+    lines = 1 if beside else len(backends)
+    # Two or three beside each other fill the width of the head.
+    side = max(1.9, 0.26 * run.ranks, (WIDTH - LEFT) / max(2, columns) - GAP)
+    band = TITLE + lines * (side + GAP)
     figure = figure_of(LEFT + columns * (side + GAP), HEAD + -(-len(labels) // columns) * band + 0.15)
     about = "from each rank to each: symm_a2a sends a copy per token and rank, collectives a row per slot"
     write_head(figure, run, "Rows that a dispatch sends", about)
     width, height = figure.get_size_inches()
     for (backend, label), rows_WW in found.items():
-        line = backends.index(backend)
-        above, column = divmod(labels.index(label), columns)
+        line, place = backends.index(backend), labels.index(label)
+        line, place = (0, line) if beside else (line, place)
+        above, column = divmod(place, columns)
         left = LEFT + column * (side + GAP)
         bottom = height - HEAD - above * band - TITLE - side - line * (side + GAP)
         axes = figure.add_axes((left / width, bottom / height, side / width, side / height))
@@ -47,8 +54,8 @@ def copies(run: Run) -> Figure | None:
         _draw_matrix(axes, rows_WW, most)
         total = f"{short(rows_WW.sum())} {'copies' if backend == 'symm' else 'rows'}"
         axes.set_title(f"{label}\n{total}" if line == 0 else total, fontsize=9.5, color=INK)
-        axes.set_xlabel("to rank" if line == len(backends) - 1 else "")
-        axes.set_ylabel(f"{LOOKS[backend][1]}\nfrom rank" if column == 0 else "")
+        axes.set_xlabel("to rank" if line == lines - 1 else "")
+        axes.set_ylabel(f"{LOOKS[backend][1]}\nfrom rank" if column == 0 or beside else "")
     return figure
 
 

@@ -24,13 +24,14 @@ TITLES = {
 }
 WARNING = "INTERPRETED, on CPUs in Triton's interpreter: no measure of the library's speed"
 
-HEAD, TOP, FOOT, LINE, PANEL, GAP = 1.2, 0.3, 0.75, 0.36, 3.0, 0.25
-"""Inches: of the head; of a panel's title, of its axis, of a line of it; of its width; between panels."""
+WIDTH, HEAD, TOP, FOOT, LINE, PANEL, GAP = 9.0, 1.2, 0.3, 0.75, 0.36, 3.0, 0.25
+"""Inches: of the head, across and down; of a panel's title, of its axis, of a line of it; of its width, at
+least; between panels."""
 
 
 def figure_of(width: float, height: float) -> Figure:
     """Return an empty figure, sizes in inches, wide enough for the head."""
-    return Figure(figsize=(max(width, 9.0), height), dpi=150, facecolor="white")
+    return Figure(figsize=(max(width, WIDTH), height), dpi=150, facecolor="white")
 
 
 def write_head(figure: Figure, run: Run, title: str, about: str, backends: Sequence[str] = ()) -> None:
@@ -100,15 +101,17 @@ def panels(
     rows = [TOP + FOOT + max(tall[first : first + columns]) for first in range(0, len(ops), columns)]
     # Beside the panels of a column, room for the longest of their labels.
     rooms = [max(_room(part) for part in parts[column::columns]) for column in range(columns)]
-    figure = figure_of(sum(rooms) + columns * (PANEL + GAP), HEAD + sum(rows))
+    # One or two panels are as wide as the head.
+    across = max(PANEL, (WIDTH - sum(rooms)) / columns - GAP)
+    figure = figure_of(sum(rooms) + columns * (across + GAP), HEAD + sum(rows))
     write_head(figure, run, title, about, backends)
     width, height = figure.get_size_inches()
     made = []
     for number, (op, part) in enumerate(zip(ops, parts, strict=True)):
         row, column = divmod(number, columns)
-        left = sum(rooms[: column + 1]) + column * (PANEL + GAP)
+        left = sum(rooms[: column + 1]) + column * (across + GAP)
         bottom = height - HEAD - sum(rows[:row]) - TOP - tall[number]
-        axes = figure.add_axes((left / width, bottom / height, PANEL / width, tall[number] / height))
+        axes = figure.add_axes((left / width, bottom / height, across / width, tall[number] / height))
         axes.set_title(TITLES[op], loc="left", fontsize=11, fontweight="bold", color=INK)
         made.append((axes, part))
     return figure, made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,10 @@ from bench.plot.matrix import copies
 from bench.plot.panels import LINE, LOOKS, label_lines, log_axis, panels, write_beside
 from bench.style import BLUE, GREY, INK, PALE, STYLE
 
+RATES = ("logical_bandwidth", "remote_bandwidth")
+UNITS = (("GB/s", 1.0), ("MB/s", 1e-3), ("kB/s", 1e-6))
+"""Of rates, each with one of it in GB/s, as files have them."""
+
 SIDES = {"symm": -0.18, "all_to_all": 0.18}
 """Where the two backends stand on their line."""
 
@@ -27,10 +31,9 @@ def draw(run: Run, folder: Path) -> list[Path]:
         run: of `load`.
         folder: to write to; it exists.
     """
-    makers = {"latency": latency, "bandwidth": bandwidth, "speedup": speedup, "copies": copies}
     files = []
     with matplotlib.rc_context(STYLE):
-        for name, maker in makers.items():
+        for name, maker in PICTURES.items():
             figure = maker(run)
             if figure is not None:
                 files.append(folder / f"{name}.png")
@@ -65,9 +68,10 @@ def bandwidth(run: Run) -> Figure | None:
     if not measured:
         return None
     title, about = "Bandwidth of the busiest rank", "solid: what crossed a link; pale: all of its rows"
+    unit, measured = _in_one_unit(measured)
     peak = next((one.metrics["link_peak"] for one in measured if "link_peak" in one.metrics), None)
     if peak is not None:
-        about += f"; dotted: the link's peak, {peak:g} GB/s"
+        about += f"; dotted: the link's peak, {peak:g} {unit}"
     figure, made = panels(run, measured, title, about, 1.25 * LINE, _backends(measured), ["even"])
     rates = [
         one.metrics[f"{kind}_bandwidth"]
@@ -75,7 +79,7 @@ def bandwidth(run: Run) -> Figure | None:
     ]  # fmt: skip
     for axes, part in made:
         if part[0].op == "even":
-            _draw_sweep(axes, part, peak)
+            _draw_sweep(axes, part, peak, unit)
             continue
         for one, y in _lines(axes, part):
             colour = LOOKS[one.backend][0]
@@ -86,11 +90,22 @@ def bandwidth(run: Run) -> Figure | None:
         axes.set_xlim(0, 1.2 * max(*rates, peak or 0.0))
         if peak is not None:
             axes.axvline(peak, color=GREY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=0)
-        axes.set_xlabel("GB/s")
+        axes.set_xlabel(unit)
     return figure
 
 
-def _draw_sweep(axes: Axes, part: Sequence[Measured], peak: float | None) -> None:
+def _in_one_unit(measured: Sequence[Measured]) -> tuple[str, list[Measured]]:
+    """Return the unit in which the highest rate is a number of 1 to 1000, and all rates in it."""
+    most = max(one.metrics[name] for one in measured for name in RATES if name in one.metrics)
+    unit, of_one = next(((unit, one) for unit, one in UNITS if most >= one), UNITS[-1])
+    rates = [
+        {name: value / of_one for name, value in one.metrics.items() if name in (*RATES, "link_peak")}
+        for one in measured
+    ]
+    return unit, [replace(one, metrics=metrics) for one, metrics in zip(measured, rates, strict=True)]
+
+
+def _draw_sweep(axes: Axes, part: Sequence[Measured], peak: float | None, unit: str) -> None:
     """Draw the bandwidth of even exchanges by their size."""
     sizes = sorted({float(one.case["bytes_per_peer"]) for one in part})
     for backend in _backends(part):
@@ -110,7 +125,7 @@ def _draw_sweep(axes: Axes, part: Sequence[Measured], peak: float | None) -> Non
         axis.set_minor_formatter(NullFormatter())
     axes.grid(color=PALE, linewidth=0.6, alpha=0.6)
     axes.set_xlabel("from each rank to each")
-    axes.set_ylabel("GB/s across a link")
+    axes.set_ylabel(f"{unit} across a link")
 
 
 def speedup(run: Run) -> Figure | None:
@@ -147,6 +162,15 @@ def speedup(run: Run) -> Figure | None:
             )
         axes.set_xlabel("speed-up, logarithmic")
     return figure
+
+
+PICTURES: dict[str, Callable[[Run], Figure | None]] = {
+    "latency": latency,
+    "bandwidth": bandwidth,
+    "speedup": speedup,
+    "copies": copies,
+}
+"""By name; none where a run has no figures for one."""
 
 
 def _backends(measured: Sequence[Measured]) -> list[str]:

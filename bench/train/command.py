@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from bench.host import interpreted
+from bench.outputs import prepare
 from bench.trace import write_trace
 from bench.train import corpus
 from bench.train.agreement import compare
@@ -33,18 +34,18 @@ def run(options: Options, factories: Mapping[str, DispatcherFactory] = DISPATCHE
         factories: the dispatchers, by the names "symm" and "all_to_all".
 
     Returns:
-        0; or 1 if the trainings differ by more than rounding, 2 if the options do not fit.
+        0; or 1 if the trainings differ by more than rounding, 2 if the options do not fit or a file cannot be
+        written.
     """
+    picture = options.out / "train.png"
+    files = [picture, *(file for file in (options.json, options.trace) if file)]
     try:
         options.check()
+        prepare(*files)
         corpus_N = corpus.load_corpus()
     except (ValueError, RuntimeError) as error:
         print(f"bench train: {error}", file=sys.stderr)
         return 2
-    picture = options.out / "train.png"
-    files = [picture, *(file for file in (options.json, options.trace) if file)]
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
     print(_introduction(options, len(corpus_N)), flush=True)
 
     begin = time.perf_counter()

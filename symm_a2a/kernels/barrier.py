@@ -23,14 +23,14 @@ from symm_a2a.kernels.flags import (
 
 _LAUNCHED = tl.constexpr(int(Cell.SCATTER_LAUNCHED))
 _JOINED = tl.constexpr(int(Cell.SCATTER_JOINED))
-_KIND = tl.constexpr(int(Kind.BARRIER))
+_EXCHANGES = tl.constexpr(int(Cell.EXCHANGES))
 
 
 @triton.jit(do_not_specialize=["rank", "polls"])
 def _barrier_kernel(
     counts_out_ptr, counts_ptr, peers_ptr, ready_ptr, free_ptr, abort_ptr, state_ptr, status_ptr, rank, polls,
     READY: tl.constexpr, COUNTS_READY: tl.constexpr, FREE: tl.constexpr,
-    ARRIVE: tl.constexpr, LEAVE: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    ARRIVE: tl.constexpr, LEAVE: tl.constexpr, HAS_COUNTS: tl.constexpr, KIND: tl.constexpr,
     E: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Arrive: tell every peer. Leave: wait for every peer, take the counts, free the sections.
@@ -39,20 +39,21 @@ def _barrier_kernel(
     """
     if ARRIVE:
         epoch = tl.load(state_ptr + _LAUNCHED) + 1
-        free = wait(free_ptr, abort_ptr, epoch - 1, polls, W, W_PAD)
+        free = wait(free_ptr, abort_ptr, state_ptr, epoch - 1, polls, W, W_PAD)
         if reached(free, epoch - 1, W, W_PAD) & healthy(state_ptr):
-            words = flag_words(epoch, label_of(epoch, _KIND), W_PAD)
+            words = flag_words(epoch, label_of(epoch, KIND), W_PAD)
             if not HAS_COUNTS:
                 # A peer that dispatches, and waits for counts, must find another kind there.
                 publish(peers_ptr, COUNTS_READY, rank, words, W, W_PAD)
             publish(peers_ptr, READY, rank, words, W, W_PAD)
             tl.store(state_ptr + _LAUNCHED, epoch)
+            tl.store(state_ptr + _EXCHANGES + KIND, tl.load(state_ptr + _EXCHANGES + KIND) + 1)
         else:
-            report(state_ptr, status_ptr, free, epoch - 1, 0, _KIND, WAIT_CREDIT, W, W_PAD)
+            report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
     if LEAVE:
         here = tl.load(state_ptr + _JOINED) + 1
-        label = label_of(here, _KIND)
-        ready = wait(ready_ptr, abort_ptr, here, polls, W, W_PAD)
+        label = label_of(here, KIND)
+        ready = wait(ready_ptr, abort_ptr, state_ptr, here, polls, W, W_PAD)
         if agreed(ready, here, label, W, W_PAD) & healthy(state_ptr):
             if HAS_COUNTS:
                 for first in tl.range(0, W * E, BLOCK):
@@ -63,7 +64,7 @@ def _barrier_kernel(
             tl.store(state_ptr + _JOINED, here)
             publish(peers_ptr, FREE, rank, flag_words(here, 0, W_PAD), W, W_PAD)
         else:
-            report(state_ptr, status_ptr, ready, here, label, _KIND, WAIT_COPIES, W, W_PAD)
+            report(state_ptr, status_ptr, ready, here, label, KIND, WAIT_COPIES, W, W_PAD)
 
 
 def barrier(channel: Channel, counts_WE: torch.Tensor | None, *, arrive: bool, leave: bool) -> None:
@@ -98,5 +99,6 @@ def barrier(channel: Channel, counts_WE: torch.Tensor | None, *, arrive: bool, l
         channel.state, channel.status, channel.rank, channel.polls,
         READY=channel.offset("scatter_ready"), COUNTS_READY=channel.offset("counts_ready"),
         FREE=channel.offset("scatter_free"), ARRIVE=arrive, LEAVE=leave, HAS_COUNTS=counts_WE is not None,
+        KIND=int(Kind.BARRIER if counts_WE is None else Kind.COUNTS),
         E=layout.num_experts, W=layout.world_size, W_PAD=padded(layout.world_size), BLOCK=1024,
     )  # fmt: skip

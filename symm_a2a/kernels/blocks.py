@@ -36,7 +36,7 @@ class Residency(NamedTuple):
     count: int = 4
     scatter: int = 3
     expand: int = 10
-    expand_grad: int = 8
+    expand_grad: int = 7
     gather: int = 8
     finish: int = 8
 

@@ -21,8 +21,8 @@ from symm_a2a.layout import ArenaLayout
 class Kind(IntEnum):
     """The operations; their last two bits are in a ready word.
 
-    A barrier is a scatter of nothing. In the words of scatters it has the bits of a combine, which
-    is a gather and never writes there.
+    A barrier is a scatter of nothing, and a broadcast of counts one of counts alone. In the words of
+    scatters they have the bits of the two gathers, which never write there.
     """
 
     DISPATCH = 0
@@ -30,17 +30,18 @@ class Kind(IntEnum):
     DISPATCH_BACKWARD = 2
     COMBINE_BACKWARD = 3
     BARRIER = 5
+    COUNTS = 6
 
     @classmethod
     def of_label(cls, label: int, *, scatters: bool) -> Kind:
         """Return the operation that a label names, in a word of a scatter or of a gather."""
         kind = cls(label & 3)
-        return cls.BARRIER if scatters and not kind.scatters else kind
+        return cls(kind | 4) if scatters and not kind.scatters else kind
 
     @property
     def scatters(self) -> bool:
         """Whether rows go from origins to experts; otherwise from experts to origins."""
-        return self in (Kind.DISPATCH, Kind.COMBINE_BACKWARD, Kind.BARRIER)
+        return self not in (Kind.COMBINE, Kind.DISPATCH_BACKWARD)
 
     @property
     def title(self) -> str:
@@ -51,8 +52,8 @@ class Kind(IntEnum):
 class Cell(IntEnum):
     """Places in a lane's `state`: int64, device memory, written by this rank alone.
 
-    `ROWS` counts the rows that dispatches brought here; from `EXCHANGES` on stand four counts of
-    exchanges launched, by `Kind`, and from `COPIES` on `(4, W)` counts of copies sent, by kind and peer.
+    `ROWS` counts the rows that dispatches brought here; from `EXCHANGES` on stand the numbers
+    of exchanges launched, by `Kind`, and from `COPIES` on `(4, W)` counts of copies sent, by kind and peer.
     """
 
     SCATTER_LAUNCHED = 0
@@ -69,7 +70,7 @@ class Cell(IntEnum):
     DONE_FINISH = 13
     ROWS = 14
     EXCHANGES = 16
-    COPIES = 20
+    COPIES = 24
 
 
 class Wait(IntEnum):

@@ -11,14 +11,13 @@ from symm_a2a.kernels.flags import WAIT_CREDIT, healthy, last_program, reached, 
 
 _DONE = tl.constexpr(int(Cell.DONE_COUNT))
 _SCATTER_LAUNCHED = tl.constexpr(int(Cell.SCATTER_LAUNCHED))
-_KIND = tl.constexpr(int(Kind.DISPATCH))
 
 
 @triton.jit(do_not_specialize=["rank", "T", "num_blocks", "polls"])
 def _count_kernel(
     ids_ptr, tally_ptr, expert_sums_ptr, peer_sums_ptr,
     peers_ptr, free_ptr, abort_ptr, state_ptr, status_ptr, rank, T, num_blocks, polls,
-    COUNTS: tl.constexpr, COUNTS_READY: tl.constexpr,
+    KIND: tl.constexpr, COUNTS: tl.constexpr, COUNTS_READY: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     W: tl.constexpr, W_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -54,16 +53,18 @@ def _count_kernel(
         epoch = tl.load(state_ptr + _SCATTER_LAUNCHED) + 1
         # The credit comes before the counts, not only before the rows: this store overwrites
         # the counts that a peer may still read from its last use of the section.
-        free = wait(free_ptr, abort_ptr, epoch - 1, polls, W, W_PAD)
+        free = wait(free_ptr, abort_ptr, state_ptr, epoch - 1, polls, W, W_PAD)
         if reached(free, epoch - 1, W, W_PAD) & healthy(state_ptr):
             send_counts(
-                all_slots, peers_ptr, state_ptr, rank, epoch, COUNTS, COUNTS_READY, E, E_PAD, W, W_PAD
+                all_slots, peers_ptr, state_ptr, rank, epoch, KIND, COUNTS, COUNTS_READY, E, E_PAD, W, W_PAD
             )
         else:
-            report(state_ptr, status_ptr, free, epoch - 1, 0, _KIND, WAIT_CREDIT, W, W_PAD)
+            report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
 
 
-def count(channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def count(
+    channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor, kind: Kind = Kind.DISPATCH
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Count this rank's slots and copies, and send the counts to every peer.
 
     Needs nothing but the lane at rest. When the kernel has run, `tally[:W]` holds the copies
@@ -73,6 +74,7 @@ def count(channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor) -> tuple[
         channel: the lane.
         ids_TK: int32 or int64, contiguous; -1 masks a slot.
         tally: int32 `(2 W + L + 1,)`, of which the first `W` are written.
+        kind: `DISPATCH`, or `COUNTS` where no rows follow.
 
     Returns:
         Slots per token block and expert, int32 `(blocks, E)`, and copies per token block and
@@ -100,7 +102,7 @@ def count(channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor) -> tuple[
         ids_TK, tally, expert_sums, peer_sums,
         channel.peers_W, channel.local["scatter_free"], channel.abort_W, channel.state, channel.status,
         channel.rank, T, num_blocks, channel.polls,
-        COUNTS=channel.offset("counts"), COUNTS_READY=channel.offset("counts_ready"),
+        KIND=int(kind), COUNTS=channel.offset("counts"), COUNTS_READY=channel.offset("counts_ready"),
         K=layout.top_k, K_PAD=padded(layout.top_k),
         E=layout.num_experts, E_PAD=max(2, padded(layout.num_experts)),
         W=layout.world_size, W_PAD=padded(layout.world_size),

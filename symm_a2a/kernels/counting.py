@@ -3,12 +3,11 @@
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.channel import Cell, Kind, Report
+from symm_a2a.kernels.channel import Cell, Report
 from symm_a2a.kernels.flags import flag_words, label_of, publish
 
 _COUNTED = tl.constexpr(int(Cell.COUNTED))
 _INVALID_IDS = tl.constexpr(int(Report.INVALID_IDS))
-_KIND = tl.constexpr(int(Kind.DISPATCH))
 
 
 @triton.jit
@@ -52,7 +51,7 @@ def count_tokens(
 
 @triton.jit
 def send_counts(
-    slots, peers_ptr, state_ptr, rank, epoch,
+    slots, peers_ptr, state_ptr, rank, epoch, KIND: tl.constexpr,
     COUNTS: tl.constexpr, COUNTS_READY: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -66,5 +65,5 @@ def send_counts(
         tl.broadcast_to(slots[None, :], (W_PAD, E_PAD)),
         mask=(w < W)[:, None] & (e < E)[None, :],
     )
-    publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, label_of(epoch, _KIND), W_PAD), W, W_PAD)
+    publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, label_of(epoch, KIND), W_PAD), W, W_PAD)
     tl.store(state_ptr + _COUNTED, epoch)

@@ -15,7 +15,7 @@ def _credit_kernel(
 ):  # fmt: skip
     """Wait, in one program, until every peer's free flag has reached the last launch's epoch."""
     epoch = tl.load(state_ptr + LAUNCHED)
-    free = wait(free_ptr, abort_ptr, epoch, polls, W, W_PAD)
+    free = wait(free_ptr, abort_ptr, state_ptr, epoch, polls, W, W_PAD)
     if reached(free, epoch, W, W_PAD) == 0:
         report(state_ptr, status_ptr, free, epoch, 0, KIND, WAIT_CREDIT, W, W_PAD)
 

@@ -64,17 +64,27 @@ def acquire(flags_ptr, W: tl.constexpr, W_PAD: tl.constexpr):
 
 
 @triton.jit
-def wait(flags_ptr, abort_ptr, epoch, polls, W: tl.constexpr, W_PAD: tl.constexpr):
+def healthy(state_ptr):
+    """Whether no kernel of this lane has failed so far.
+
+    An atomic, which one thread executes for all: programs branch around barriers by it, while another
+    program may be reporting.
+    """
+    return tl.atomic_add(state_ptr + _FAILED, 0, sem="relaxed", scope="gpu") == 0
+
+
+@triton.jit
+def wait(flags_ptr, abort_ptr, state_ptr, epoch, polls, W: tl.constexpr, W_PAD: tl.constexpr):
     """Poll until every flag has reached `epoch`, a peer aborts, or `polls` looks are spent.
 
-    One program of a grid may call this, never more: programs that spin could keep from
-    running what they wait for. Returns the words, acquired.
+    In a lane that has failed it looks once. One program of a grid may call this, never more:
+    programs that spin could keep from running what they wait for. Returns the words, acquired.
     """
     peer = tl.arange(0, W_PAD)
     mask = peer < W
     zero = tl.full((W_PAD,), 0, tl.int64)
     words = tl.atomic_add(flags_ptr + peer, zero, mask=mask, sem="relaxed", scope="sys")
-    left = polls
+    left = tl.where(healthy(state_ptr), polls, 0)
     while (tl.min(tl.where(mask, words >> _EPOCH_SHIFT, epoch), 0) < epoch) & (left > 0):
         words = tl.atomic_add(flags_ptr + peer, zero, mask=mask, sem="relaxed", scope="sys")
         abort = tl.atomic_add(abort_ptr + peer, zero, mask=mask, sem="relaxed", scope="sys")
@@ -99,27 +109,19 @@ def agreed(words, epoch, label, W: tl.constexpr, W_PAD: tl.constexpr):
 
 
 @triton.jit
-def healthy(state_ptr):
-    """Whether no kernel of this lane has failed so far."""
-    return tl.load(state_ptr + _FAILED) == 0
-
-
-@triton.jit
 def report(
     state_ptr, status_ptr, words, epoch, label,
     KIND: tl.constexpr, WAIT: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
 ):  # fmt: skip
     """Fail the lane: later kernels do nothing, and the host learns what was seen.
 
-    Several programs may report the same failure; they write the same words. The first
-    failure stays.
+    Several programs, and the row count beside them, may find failures; the first one is reported.
     """
-    if healthy(state_ptr):
+    if tl.atomic_xchg(state_ptr + _FAILED, 1, sem="relaxed", scope="gpu") == 0:
         peer = tl.arange(0, W_PAD)
         tl.store(status_ptr + _EPOCH, epoch)
         tl.store(status_ptr + _LABEL, label)
         tl.store(status_ptr + _WORDS + peer, words, mask=peer < W)
-        tl.store(state_ptr + _FAILED, 1)
         tl.debug_barrier()
         tl.atomic_xchg(status_ptr + _FAILURE, KIND * 16 + WAIT, sem="release", scope="sys")
 

@@ -48,7 +48,7 @@ def announce(
     tl.store(sent_ptr, tl.load(sent_ptr, mask=peer < W, other=0) + copies, mask=peer < W)
     tl.store(state_ptr + _EXCHANGES + KIND, tl.load(state_ptr + _EXCHANGES + KIND) + 1)
     if SPINS:
-        words = wait(ready_ptr, abort_ptr, epoch, polls, W, W_PAD)
+        words = wait(ready_ptr, abort_ptr, state_ptr, epoch, polls, W, W_PAD)
         if reached(words, epoch, W, W_PAD) == 0:
             report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
 

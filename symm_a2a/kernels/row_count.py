@@ -31,7 +31,7 @@ def _row_count_kernel(
     e = tl.arange(0, L_PAD)
     epoch = tl.load(state_ptr + _COUNTED)
     label = label_of(epoch, _KIND)
-    words = wait(ready_ptr, abort_ptr, epoch, polls, W, W_PAD)
+    words = wait(ready_ptr, abort_ptr, state_ptr, epoch, polls, W, W_PAD)
     if agreed(words, epoch, label, W, W_PAD):
         counts = tl.load(
             counts_ptr + w[:, None] * E + rank * L + e[None, :],

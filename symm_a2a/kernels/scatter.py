@@ -151,7 +151,8 @@ def _scatter_kernel(
     """
     program = tl.program_id(0)
     per_program = (num_blocks + tl.num_programs(0) - 1) // tl.num_programs(0)
-    begin = program * per_program
+    # Behind the last block there are no sums to read.
+    begin = tl.minimum(program * per_program, num_blocks)
     end = tl.minimum(begin + per_program, num_blocks)
     e = tl.arange(0, E_PAD)
     w = tl.arange(0, W_PAD)
@@ -160,8 +161,9 @@ def _scatter_kernel(
         dispatch_epoch = epoch
         if COUNTS_TOO:
             ok = may_launch(free_ptr, state_ptr, status_ptr, epoch, KIND, W, W_PAD)
+            ahead = tl.minimum(begin * BLOCK_T, T)
             expert_base, peer_base = count_tokens(
-                ids_ptr, status_ptr, 0, begin * BLOCK_T, False, K, K_PAD, E, E_PAD, W, W_PAD, BLOCK_A, BLOCK_W
+                ids_ptr, status_ptr, 0, ahead, False, K, K_PAD, E, E_PAD, W, W_PAD, BLOCK_A, BLOCK_W
             )
             if ok & (program == 0):
                 slots, copies = count_tokens(
@@ -169,7 +171,7 @@ def _scatter_kernel(
                 )
                 tl.store(tally_ptr + w, copies, mask=w < W)
                 send_counts(
-                    slots, peers_ptr, state_ptr, rank, epoch, COUNTS, COUNTS_READY, E, E_PAD, W, W_PAD
+                    slots, peers_ptr, state_ptr, rank, epoch, KIND, COUNTS, COUNTS_READY, E, E_PAD, W, W_PAD
                 )
         else:
             # The count kernel holds the credit already.

@@ -18,7 +18,7 @@ from symm_a2a.errors import SymmA2AError
 
 _READS = (
     "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "allclose", "masked_select", "_unique2",
-    "unique_dim", "bincount",
+    "unique_dim", "unique_consecutive", "bincount",
 )  # fmt: skip
 """ATen operators whose result, or its shape, the host must wait for."""
 
@@ -28,7 +28,11 @@ _FREE = (
 )  # fmt: skip
 """ATen operators that are no views, and compute nothing."""
 
-_READERS: dict[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy"}
+_READERS: dict[Any, str] = {
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.numpy: "numpy",
+    torch.Tensor.__array__: "numpy",
+}
 """Methods that read a tensor in the CPU's memory without an operator; one on a GPU they refuse or copy."""
 
 
@@ -40,8 +44,10 @@ class OpGuard:
     """Count the operators that run inside, forward and backward; raise where the host would wait.
 
     A read that costs nothing on a CPU stops the host on a GPU: `item`, `tolist`, `numpy`, `nonzero`,
-    boolean masks, copies to the CPU. Custom operators are looked into. What Triton's interpreter does
-    to run a kernel is its own business, and counts as one launch.
+    boolean masks, copies between CPU and GPU that are not asynchronous. Custom operators are looked
+    into. What Triton's interpreter does to run a kernel is its own business, and counts as one launch.
+    `torch.cuda.synchronize`, events and streams are no operators, and are not seen;
+    `torch.cuda.set_sync_debug_mode` is for those.
 
     Args:
         allow_syncs: only note where the host would wait.
@@ -89,7 +95,7 @@ class OpGuard:
             return
         name = func.overloadpacket.__name__
         unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if unsized or name in _READS or _leaves_gpu(name, args, kwargs) or _selects_by_mask(name, args):
+        if unsized or name in _READS or _crosses(name, args, kwargs) or _selects_by_mask(name, args):
             self.see_sync(name)
         if not func.is_view and name not in _FREE:
             self.compute_ops[name] += 1
@@ -174,14 +180,19 @@ def _launches_seen_by(see: Callable[[str, Callable[[], Any]], Any]) -> Iterator[
             kind.run = run
 
 
-def _leaves_gpu(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a copy goes from a GPU to the CPU, and the host waits for it."""
+def _crosses(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a copy goes from a GPU to the CPU or back, and the host waits for it."""
     if name == "copy_":
         target, source, *rest = args
+        devices = {target.device.type, source.device.type}
         waits = not (rest[0] if rest else kwargs.get("non_blocking", False))
-        return waits and source.device.type != "cpu" and target.device.type == "cpu"
-    to = kwargs.get("device")
-    return name == "_to_copy" and args[0].device.type != "cpu" and to is not None and to.type == "cpu"
+    elif name == "_to_copy":
+        to = kwargs.get("device")
+        devices = {args[0].device.type, args[0].device.type if to is None else to.type}
+        waits = not kwargs.get("non_blocking", False)
+    else:
+        return False
+    return waits and len(devices) == 2 and "cpu" in devices
 
 
 def _selects_by_mask(name: str, args: tuple[Any, ...]) -> bool:

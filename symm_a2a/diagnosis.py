@@ -1,0 +1,142 @@
+"""Why an exchange failed: from what was waited for, and what the peers have written, to an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from symm_a2a.errors import ExchangeError, ExchangeMismatchError, PeerLostError, PeerTimeoutError
+from symm_a2a.kernels.channel import (
+    EPOCH_SHIFT,
+    LABEL_MASK,
+    LABEL_SHIFT,
+    Cell,
+    Channel,
+    Kind,
+    Report,
+    Wait,
+)
+from symm_a2a.memory import SymmetricMemory
+
+_BREAKS = (
+    "a rank that skips its backward, runs in no_grad alone, or whose loss ignores its output "
+    "(add 0 * out.sum()) breaks that order"
+)
+_ADVICE = f" (EPConfig.timeout). Every rank must run every exchange, in the same order: {_BREAKS}"
+
+
+class Evidence(NamedTuple):
+    """What may keep peers from taking part.
+
+    Attributes:
+        astray: the ready words of peers that run an exchange in the other direction instead.
+        gave_up: ranks that have failed and said so.
+        ended: ranks whose process has ended.
+    """
+
+    astray: dict[int, int]
+    gave_up: list[int]
+    ended: list[int]
+
+
+class Diagnosis:
+    """Finds the reason for a lane's failure, and words it.
+
+    Args:
+        index: the lane's place in the arena.
+        memory: this rank's symmetric memory.
+        channel: the lane's device side.
+        timeout: seconds a rank waits for a peer.
+    """
+
+    def __init__(self, index: int, memory: SymmetricMemory, channel: Channel, timeout: float) -> None:
+        self._index = index
+        self._memory = memory
+        self._channel = channel
+        self._timeout = timeout
+
+    def evidence(self, kind: Kind, wait: Wait) -> Evidence:
+        """Look at what may keep peers from taking part."""
+        astray = {}
+        if wait != Wait.CREDIT:
+            # In one lane a peer launches in the other direction only after it has taken part here.
+            other = "gather" if kind.scatters else "scatter"
+            launched = self._peek(self._channel.state)[
+                Cell.GATHER_LAUNCHED if kind.scatters else Cell.SCATTER_LAUNCHED
+            ]
+            words = self._peek(self._channel.local[f"{other}_ready"])
+            astray = {int(peer): int(words[peer]) for peer in np.flatnonzero(words >> EPOCH_SHIFT > launched)}
+        gave_up = np.flatnonzero(self._peek(self._channel.abort_W)).tolist()
+        return Evidence(astray, gave_up, self._memory.lost_peers())
+
+    def blame(
+        self, missing: Iterable[int], evidence: Evidence, kind: Kind, wait: Wait, epoch: int
+    ) -> ExchangeError | None:
+        """Return why a missing peer will never take part; None if it may only be late."""
+        for peer in missing:
+            if peer in evidence.astray:
+                return self._mismatch(kind, epoch, peer, evidence.astray[peer], scatters=not kind.scatters)
+        for peers, how in (
+            (evidence.gave_up, "gave up before it took part; its own error says why"),
+            (evidence.ended, "ended before it took part"),
+        ):
+            gone = [peer for peer in missing if peer in peers]
+            if gone:
+                return PeerLostError(self._story(gone, kind, wait, epoch, how))
+        return None
+
+    def _peek(self, tensor: torch.Tensor) -> np.ndarray:
+        """Return what the device has written so far, beside whatever waits in the caller's stream."""
+        if not tensor.is_cuda:
+            return tensor.numpy()
+        with torch.cuda.stream(torch.cuda.Stream(tensor.device, priority=-1)):
+            return tensor.cpu().numpy()
+
+    def _story(self, peers: Iterable[int], kind: Kind, wait: Wait, epoch: int, what: str) -> str:
+        names = ", ".join(str(int(peer)) for peer in peers)
+        awaited = {
+            Wait.COPIES: "its copies",
+            Wait.CREDIT: "word that the last exchange was taken",
+            Wait.COUNTS: "its counts",
+        }
+        return (
+            f"rank {self._memory.rank} waited for {awaited[wait]} in {kind.title}, lane {self._index}, "
+            f"epoch {epoch}, but peer {names} {what}"
+        )
+
+    def timeout(self, peers: Iterable[int], kind: Kind, wait: Wait, epoch: int) -> PeerTimeoutError:
+        """Return the error for peers that may only be late."""
+        how = f"did not take part within {'about ' * self._memory.spins}{self._timeout:g} s{_ADVICE}"
+        return PeerTimeoutError(self._story(peers, kind, wait, epoch, how))
+
+    def reported(self) -> ExchangeError:
+        """Turn what a kernel has written to the lane's status into the error it means."""
+        status = self._channel.status.numpy()
+        kind, wait = Kind(int(status[Report.FAILURE]) >> 4), Wait(int(status[Report.FAILURE]) & 15)
+        epoch, label = int(status[Report.EPOCH]), int(status[Report.LABEL])
+        words = status[Report.WORDS :]
+        late = np.flatnonzero(words >> EPOCH_SHIFT < epoch).tolist()
+        if late and self._memory.spins:
+            error = self.blame(late, self.evidence(kind, wait), kind, wait, epoch)
+            return self.timeout(late, kind, wait, epoch) if error is None else error
+        if late:
+            return ExchangeError(self._story(late, kind, wait, epoch, "has not launched it yet"))
+        labels = (words >> LABEL_SHIFT) & LABEL_MASK
+        peer = int(np.flatnonzero((labels != label) | (words >> EPOCH_SHIFT != epoch))[0])
+        return self._mismatch(kind, epoch, peer, int(words[peer]), scatters=kind.scatters)
+
+    def _mismatch(
+        self, kind: Kind, epoch: int, peer: int, word: int, *, scatters: bool
+    ) -> ExchangeMismatchError:
+        """Return the error for a peer's word of a scatter, or of a gather, that names something else."""
+        label = (word >> LABEL_SHIFT) & LABEL_MASK
+        theirs, dispatch = Kind.of_label(label, scatters=scatters), label >> 2
+        return ExchangeMismatchError(
+            f"expected every rank to run {kind.title} in lane {self._index}, epoch {epoch}, "
+            f"got {theirs.title} (of dispatch {dispatch}, modulo 16) from peer {peer} "
+            f"while rank {self._memory.rank} runs {kind.title}. Every rank must run every exchange in the "
+            f"same order, in the backward too: {_BREAKS}"
+        )
