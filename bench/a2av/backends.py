@@ -156,14 +156,12 @@ class SymmBackend(_Base):
         stats: symm_a2a.Stats = self.dispatcher.stats()
         used = stats - before
         rows_W = [sum(peer) for peer in zip(*used.copies.values(), strict=True)]
-        # Of a barrier, with counts or without, the dispatcher keeps no account: three flags to each rank.
-        sizes = {"counts": 4 * self.problem.case.experts + 24, "flags": 24}
         return Cost(
             launches=used.launches + guard.compute_ops.total(),
             host_syncs=used.host_syncs,
             rows_W=rows_W,
             payload_bytes_W=used.payload_bytes_W,
-            metadata_bytes_W=[size + sizes.get(op, 0) for size in used.metadata_bytes_W],
+            metadata_bytes_W=used.metadata_bytes_W,
             symmetric_bytes=stats.symmetric_bytes,
         )
 
