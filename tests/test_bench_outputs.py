@@ -33,6 +33,7 @@ OUTPUTS = [
     ("kernels", lambda path, _: Kernels(json=path)),
     ("limits", lambda path, _: Limits(json=path)),
     ("plot", lambda path, folder: Plot(csv=written(folder / "a.csv"), out=path)),
+    ("plot", lambda path, folder: Plot(csv=written(folder / "a.csv"), out=folder, json=path)),
     ("train", lambda path, _: Train(out=path)),
     ("train", lambda path, folder: Train(out=folder, json=path)),
     ("train", lambda path, folder: Train(out=folder, trace=path)),

@@ -3,6 +3,7 @@
 import csv
 import doctest
 import importlib
+import json
 from dataclasses import replace
 
 import matplotlib
@@ -172,6 +173,16 @@ def test_command_draws_what_there_is(tmp_path, capsys):
 
     assert command.run(Options(csv=written(tmp_path / "b.csv", RESULTS[4:5]), out=tmp_path)) == 0
     assert [path.name for path in tmp_path.glob("*.png")] == ["latency.png"]
+
+
+def test_what_is_drawn_can_be_had_as_json(tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    assert command.run(Options(csv=written(tmp_path / "a.csv"), out=tmp_path, json=path)) == 0
+    assert str(path) in capsys.readouterr().out
+    found, run = json.loads(path.read_text()), load(tmp_path / "a.csv")
+    assert found["setting"] == run.setting
+    assert [case.pop("metrics") for case in found["cases"]] == [one.metrics for one in run.measured]
+    assert found["cases"] == [one.case for one in run.measured]
 
 
 def without(column):

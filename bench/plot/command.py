@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 from bench.outputs import prepare
@@ -17,14 +18,18 @@ def run(options: Options) -> int:
         options: what to do.
 
     Returns:
-        0; or 2 if the file does not fit or a picture cannot be written.
+        0; or 2 if the file does not fit or a picture or the JSON file cannot be written.
     """
     try:
         results = load(options.csv)
-        prepare(*(options.out / f"{name}.png" for name in PICTURES))
+        prepare(*(options.out / f"{name}.png" for name in PICTURES), options.json)
     except ValueError as error:
         print(f"bench plot: {error}", file=sys.stderr)
         return 2
     files = draw(results, options.out)
+    if options.json:
+        cases = [{**one.case, "metrics": one.metrics} for one in results.measured]
+        options.json.write_text(json.dumps(dict(setting=results.setting, cases=cases), indent=2) + "\n")
+        files = [*files, options.json]
     print("Wrote " + ", ".join(map(str, files)))
     return 0

@@ -19,3 +19,5 @@ class Options:
     """File that `python -m bench a2av` wrote."""
     out: Path = Path("out")
     """Folder of the pictures."""
+    json: Path | None = None
+    """File to write what is drawn to: the setting, and each case with its metrics."""
