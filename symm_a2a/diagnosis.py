@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from symm_a2a.errors import ExchangeError, ExchangeMismatchError, PeerLostError, PeerTimeoutError
 from symm_a2a.kernels.channel import (
@@ -20,6 +19,7 @@ from symm_a2a.kernels.channel import (
     Wait,
 )
 from symm_a2a.memory import SymmetricMemory
+from symm_a2a.readback import peek
 
 _BREAKS = (
     "a rank that skips its backward, runs in no_grad alone, or whose loss ignores its output "
@@ -64,12 +64,10 @@ class Diagnosis:
         if wait != Wait.CREDIT:
             # In one lane a peer launches in the other direction only after it has taken part here.
             other = "gather" if kind.scatters else "scatter"
-            launched = self._peek(self._channel.state)[
-                Cell.GATHER_LAUNCHED if kind.scatters else Cell.SCATTER_LAUNCHED
-            ]
-            words = self._peek(self._channel.local[f"{other}_ready"])
+            launched = peek(self._channel.state)[Cell.launched(scatters=not kind.scatters)]
+            words = peek(self._channel.local[f"{other}_ready"])
             astray = {int(peer): int(words[peer]) for peer in np.flatnonzero(words >> EPOCH_SHIFT > launched)}
-        gave_up = np.flatnonzero(self._peek(self._channel.abort_W)).tolist()
+        gave_up = np.flatnonzero(peek(self._channel.abort_W)).tolist()
         return Evidence(astray, gave_up, self._memory.lost_peers())
 
     def blame(
@@ -87,13 +85,6 @@ class Diagnosis:
             if gone:
                 return PeerLostError(self._story(gone, kind, wait, epoch, how))
         return None
-
-    def _peek(self, tensor: torch.Tensor) -> np.ndarray:
-        """Return what the device has written so far, beside whatever waits in the caller's stream."""
-        if not tensor.is_cuda:
-            return tensor.numpy()
-        with torch.cuda.stream(torch.cuda.Stream(tensor.device, priority=-1)):
-            return tensor.cpu().numpy()
 
     def _story(self, peers: Iterable[int], kind: Kind, wait: Wait, epoch: int, what: str) -> str:
         names = ", ".join(str(int(peer)) for peer in peers)

@@ -18,7 +18,7 @@ from symm_a2a.errors import (
     EnvironmentUnsupportedError,
     InputError,
 )
-from symm_a2a.exchange import EXACT, Routing, join_barrier, launch_barrier
+from symm_a2a.exchange import EXACT, Routing, join_barrier, join_counts, launch_barrier, launch_counts
 from symm_a2a.handle import Handle, PendingCombine, PendingDispatch
 from symm_a2a.kernels.blocks import INTERPRETED, SMALL_TOKENS
 from symm_a2a.kernels.channel import Kind
@@ -229,9 +229,8 @@ class SymmTokenDispatcher:
         self._require_open()
         check_ids(self.cfg, self.device, topk_ids_TK)
         self._lane_number(lane)
-        counts_WE = launch_barrier(self.arena.lanes[lane], topk_ids_TK)
-        assert counts_WE is not None
-        join_barrier(self.arena.lanes[lane], counts_WE)
+        counts_WE = launch_counts(self.arena.lanes[lane], topk_ids_TK)
+        join_counts(self.arena.lanes[lane], counts_WE)
         return counts_WE
 
     def stats(self) -> Stats:

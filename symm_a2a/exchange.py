@@ -222,26 +222,37 @@ def join_dispatch_backward(
 
 
 @ranged("launch", Kind.BARRIER)
-def launch_barrier(lane: Lane, ids_TK: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Tell every peer that this rank is here, and with `ids_TK` how many slots go to each expert.
+def launch_barrier(lane: Lane) -> None:
+    """Tell every peer that this rank is here."""
+    lane.begin(Kind.BARRIER, kernel_waits=True)
+    barrier(lane.channel, None, arrive=True, leave=lane.channel.spins)
 
-    Returns:
-        For `join_barrier`: int32 `(W, E)`, to hold the counts of every rank; None without ids.
-    """
-    counts_WE = None
-    lane.begin(Kind.BARRIER if ids_TK is None else Kind.COUNTS, kernel_waits=True)
-    if ids_TK is not None:
-        layout = lane.layout
-        counts_WE = ids_TK.new_empty((layout.world_size, layout.num_experts), dtype=torch.int32)
-        count(lane.channel, ids_TK.contiguous(), counts_WE.new_empty(layout.world_size), Kind.COUNTS)
+
+@ranged("join", Kind.BARRIER)
+def join_barrier(lane: Lane) -> None:
+    """Wait until every peer is here."""
+    _leave(lane, Kind.BARRIER, None)
+
+
+@ranged("launch", Kind.COUNTS)
+def launch_counts(lane: Lane, ids_TK: torch.Tensor) -> torch.Tensor:
+    """Tell every peer how many slots go to each expert; return int32 `(W, E)` for the join to write."""
+    layout = lane.layout
+    counts_WE = ids_TK.new_empty((layout.world_size, layout.num_experts), dtype=torch.int32)
+    lane.begin(Kind.COUNTS, kernel_waits=True)
+    count(lane.channel, ids_TK.contiguous(), counts_WE.new_empty(layout.world_size), Kind.COUNTS)
     barrier(lane.channel, counts_WE, arrive=True, leave=lane.channel.spins)
     return counts_WE
 
 
-@ranged("join", Kind.BARRIER)
-def join_barrier(lane: Lane, counts_WE: torch.Tensor | None = None) -> None:
-    """Wait until every peer is here; afterwards `counts_WE` is written."""
-    lane.arrive(Kind.BARRIER if counts_WE is None else Kind.COUNTS)
+@ranged("join", Kind.COUNTS)
+def join_counts(lane: Lane, counts_WE: torch.Tensor) -> None:
+    """Wait for the counts of every rank; afterwards `counts_WE` holds them."""
+    _leave(lane, Kind.COUNTS, counts_WE)
+
+
+def _leave(lane: Lane, kind: Kind, counts_WE: torch.Tensor | None) -> None:
+    lane.arrive(kind)
     if not lane.channel.spins:
         barrier(lane.channel, counts_WE, arrive=False, leave=True)
     lane.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from symm_a2a.kernels.channel import (
 from symm_a2a.kernels.credit import credit
 from symm_a2a.layout import FLAGS, ArenaLayout
 from symm_a2a.memory import SymmetricMemory
-from symm_a2a.readback import RowCount, host_visible
+from symm_a2a.readback import RowCount, beside_the_caller, host_visible
 
 _POLLS_PER_SECOND = 1_000_000
 """Looks at a flag per second from a GPU; a wait in a kernel is bounded by their number."""
@@ -120,9 +120,9 @@ class Lane:
             ExchangeError: the lane has failed, now or before.
         """
         self.require_idle(kind)
-        direction, launched = _direction(kind), _launched(kind)
+        launched = Cell.launched(scatters=kind.scatters)
         if self.memory.host_waits:
-            self._wait(f"{direction}_free", int(self._state[launched]), kind, Wait.CREDIT)
+            self._wait(f"{kind.direction}_free", int(self._state[launched]), kind, Wait.CREDIT)
         elif self.memory.spins:
             captured = self._on_gpu and torch.cuda.is_current_stream_capturing()
             # Where the directions alternate, the exchange joined in between implies the credit.
@@ -169,7 +169,12 @@ class Lane:
         """
         self._require_open()
         if self.memory.host_waits:
-            self._wait(f"{_direction(kind)}_ready", int(self._state[_launched(kind)]), kind, Wait.COPIES)
+            self._wait(
+                f"{kind.direction}_ready",
+                int(self._state[Cell.launched(scatters=kind.scatters)]),
+                kind,
+                Wait.COPIES,
+            )
 
     def end(self) -> None:
         """Close a join: the lane is idle again, and what its kernels reported is raised."""
@@ -246,10 +251,7 @@ class Lane:
         if os.getpid() != self._owner:
             return
         # Beside whatever waits in the caller's stream: that may be what the peers are to give up.
-        beside = (
-            torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1)) if self._on_gpu else nullcontext()
-        )
-        with beside:
+        with beside_the_caller(self.memory.device):
             for arena in self.memory.arenas:
                 self.layout.abort.view(arena, 0)[self.memory.rank] = self.index + 1
 
@@ -293,14 +295,6 @@ class Lane:
                 raise self.fail(self._diagnosis.timeout(missing, kind, wait, epoch))
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
-
-
-def _direction(kind: Kind) -> str:
-    return "scatter" if kind.scatters else "gather"
-
-
-def _launched(kind: Kind) -> Cell:
-    return Cell.SCATTER_LAUNCHED if kind.scatters else Cell.GATHER_LAUNCHED
 
 
 def _multiprocessors(device: torch.device) -> int:

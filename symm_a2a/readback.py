@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 
 from symm_a2a.kernels.channel import Channel
@@ -11,6 +15,22 @@ from symm_a2a.kernels.row_count import row_count
 def host_visible(size: int, device: torch.device) -> torch.Tensor:
     """Zeroed int64 memory that kernels write and the host reads at any time."""
     return torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+
+@contextmanager
+def beside_the_caller(device: torch.device) -> Iterator[None]:
+    """Run what is inside ahead of, and beside, whatever waits in the caller's stream."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+        yield
+
+
+def peek(tensor: torch.Tensor) -> np.ndarray:
+    """Return what the device has written so far; on a CPU a view, which goes on to change."""
+    with beside_the_caller(tensor.device):
+        return tensor.cpu().numpy()
 
 
 class RowCount:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bench.a2av import command
-from bench.a2av.backends import FACTORIES
 from bench.a2av.cases import Case, plan
 from bench.a2av.gate import near, same
 from bench.a2av.options import Options
@@ -19,6 +18,7 @@ from bench.a2av.ranks import Work, measure_rank
 from bench.a2av.records import COLUMNS
 from bench.a2av.routings import draw_ids
 from bench.a2av.timers import measure
+from bench.dispatchers import DISPATCHERS
 from bench.shapes import SHAPES
 from symm_a2a import SymmTokenDispatcher, reference
 from symm_a2a.testing import run_ranks
@@ -60,7 +60,7 @@ def test_command_writes_tidy_figures(tmp_path, capsys):
 
     rows, metrics = rows_of(files["csv"])
     assert tuple(rows[0]) == COLUMNS
-    assert set(metrics) == {(op, backend) for op in TINY.op for backend in FACTORIES}
+    assert set(metrics) == {(op, backend) for op in TINY.op for backend in DISPATCHERS}
     assert {row["mode"] for row in rows} == {"interpreted"}
     assert [[row[name] for name in COLUMNS] for row in rows] == [
         ["" if row[name] is None else str(row[name]) for name in COLUMNS]
@@ -164,7 +164,7 @@ class Fails(SymmTokenDispatcher):
 )
 def test_what_is_wrong_is_not_timed(wrong, ops, said, tmp_path, capsys):
     options = replace(TINY, op=ops, csv=tmp_path / "a.csv")
-    assert command.run(options, {**FACTORIES, "symm": wrong}) == 1
+    assert command.run(options, {**DISPATCHERS, "symm": wrong}) == 1
     shown = capsys.readouterr().out
     assert "WRONG, not timed" in shown
     assert said in shown
@@ -190,7 +190,7 @@ def test_all_ranks_run_alike(device):
         capacity="static" if on_gpu else "exact",
         graph=on_gpu,
     )
-    work = Work(plan(options, 2, "gpu" if on_gpu else "interpreted"), options, 3, 1, None, FACTORIES)
+    work = Work(plan(options, 2, "gpu" if on_gpu else "interpreted"), options, 3, 1, None, DISPATCHERS)
     first, second = run_ranks(measure_rank, 2, work, device=device)
     assert len(first) == 2 * len(work.cases)
     for one, other in zip(first, second, strict=True):

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.dispatchers import DISPATCHERS
 from bench.train import command, meter
 from bench.train.agreement import CALM, MOST_MOVED, compare
 from bench.train.corpus import draw_windows
 from bench.train.options import Options
-from bench.train.ranks import DISPATCHERS, Trainer, exchange_config, train_rank
+from bench.train.ranks import Trainer, exchange_config, train_rank
 from bench.train.results import Training
 from symm_a2a import SymmTokenDispatcher
 from symm_a2a.testing import run_ranks

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 import symm_a2a
+from bench.gpu_check.launches import repeatable
 from symm_a2a import reference
 from symm_a2a.testing import RankError, run_ranks
 from tests.ranks import SHARED, C, E, config, inputs
-from tests.test_replay import capture
 
 W = 2
 
@@ -74,7 +74,7 @@ def replayed(rank, group, device):
             return out, *torch.autograd.grad(out, leaves[:2], torch.ones_like(out))
 
         # In the interpreter the host waits for the peers, which a replay would leave out.
-        found, again = capture(run) if device != "cpu" else (None, run)
+        found, again = repeatable(device, run) if device != "cpu" else (None, run)
         for step in range(1, 4):
             with torch.no_grad():
                 for mine, new in zip(leaves, inputs(rank, step, torch.float32, device, C), strict=True):

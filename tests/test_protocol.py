@@ -71,7 +71,7 @@ def test_no_launch_without_the_credit_of_every_peer(lanes, kind, capacity):
             lane, d.rows_RD + 1, None, d.routing
         ),
         Kind.BARRIER: lambda lane, d: exchange.launch_barrier(lane),
-        Kind.COUNTS: lambda lane, d: exchange.launch_barrier(lane, torch.zeros(1, K, dtype=torch.int64)),
+        Kind.COUNTS: lambda lane, d: exchange.launch_counts(lane, torch.zeros(1, K, dtype=torch.int64)),
     }[kind]
     join = {
         Kind.DISPATCH: lambda lane, d, flying: exchange.join_dispatch(flying),
@@ -83,7 +83,7 @@ def test_no_launch_without_the_credit_of_every_peer(lanes, kind, capacity):
             lane, flying, d.routing
         ),
         Kind.BARRIER: lambda lane, d, flying: exchange.join_barrier(lane),
-        Kind.COUNTS: lambda lane, d, flying: exchange.join_barrier(lane, flying),
+        Kind.COUNTS: lambda lane, d, flying: exchange.join_counts(lane, flying),
     }[kind]
     flying = [again(lane, d) for lane, d in zip(lanes, done, strict=True)]
     join(lanes[0], done[0], flying[0])
@@ -138,16 +138,19 @@ def test_another_exchange_than_the_peers_is_an_error_on_both_sides(lanes, mine, 
     def start(rank, what):
         if what == "dispatch":
             return launch(lanes[rank])
-        if what in ("barrier", "counts"):
-            ids = torch.zeros(1, K, dtype=torch.int64) if what == "counts" else None
-            return exchange.launch_barrier(lanes[rank], ids)
+        if what == "barrier":
+            return exchange.launch_barrier(lanes[rank])
+        if what == "counts":
+            return exchange.launch_counts(lanes[rank], torch.zeros(1, K, dtype=torch.int64))
         return exchange.launch_combine_backward(lanes[rank], torch.ones(T, D), handles[rank][rank].routing)
 
     def finish(rank, what, flying):
         if what == "dispatch":
             return exchange.join_dispatch(flying)
-        if what in ("barrier", "counts"):
-            return exchange.join_barrier(lanes[rank], flying)
+        if what == "barrier":
+            return exchange.join_barrier(lanes[rank])
+        if what == "counts":
+            return exchange.join_counts(lanes[rank], flying)
         done = handles[rank][rank]
         return exchange.join_combine_backward(lanes[rank], done.rows_RD, done.routing, 1)
 
@@ -252,8 +255,8 @@ def test_all_counts_of_many_experts_are_broadcast():
     ids = [torch.tensor([[0, 1399], [700, -1]]), torch.tensor([[1399, 1399]])]
     with VirtualWorld(cfg, W, "cpu") as world:
         lanes = [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
-        found = [exchange.launch_barrier(lane, i) for lane, i in zip(lanes, ids, strict=True)]
+        found = [exchange.launch_counts(lane, i) for lane, i in zip(lanes, ids, strict=True)]
         for lane, counts in zip(lanes, found, strict=True):
-            exchange.join_barrier(lane, counts)
+            exchange.join_counts(lane, counts)
     expected = torch.stack([torch.bincount(i[i >= 0], minlength=1400) for i in ids]).int()
     assert all(torch.equal(counts, expected) for counts in found)

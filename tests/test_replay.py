@@ -4,13 +4,11 @@ Nothing that a launch is given may change from one exchange to the next: epochs 
 device, sizes are the capacity's, flags are never reset.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
 import symm_a2a
+from bench.gpu_check.launches import repeatable
 from symm_a2a import reference
 from symm_a2a.testing import run_ranks
 from tests.ranks import wait_as_on_a_gpu
@@ -18,41 +16,6 @@ from tests.ranks import wait_as_on_a_gpu
 W, E, K, D, C = 2, 4, 3, 20, 150
 CAPACITY = 2 * C * K * W
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def record(run: Callable) -> tuple[object, Callable[[], None]]:
-    """Run, keeping every launch with its arguments; return the result, and what launches them again."""
-    launches, launch = [], InterpretedFunction.run
-
-    def recorded(kernel, *args, **kwargs):
-        launches.append((kernel, args, kwargs))
-        return launch(kernel, *args, **kwargs)
-
-    InterpretedFunction.run = recorded
-    try:
-        result = run()
-    finally:
-        InterpretedFunction.run = launch
-
-    def replay():
-        for kernel, args, kwargs in launches:
-            kernel.run(*args, **kwargs)
-
-    return result, replay
-
-
-def capture(run: Callable) -> tuple[object, Callable[[], None]]:
-    """The same with a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return result, graph.replay
 
 
 class Inputs:
@@ -111,7 +74,7 @@ def test_replays_with_new_data_in_the_same_buffers(tokens, device):
 
         for one in every:
             one.fill(0)
-        (outs, grads), replay = (capture if device == "cuda" else record)(run)
+        (outs, grads), replay = repeatable(device, run)
         before = world.dispatchers[0].stats()
         for step in range(1, 11):
             for one in every:
@@ -138,7 +101,7 @@ def replay_between_processes(rank, group):
             return out, *torch.autograd.grad(out, [mine.x, mine.scores], mine.grad)
 
         mine.fill(0)
-        found, replay = record(run)
+        found, replay = repeatable("cpu", run)
         for step in range(1, 6):
             for one in every:
                 one.fill(step)

@@ -15,15 +15,8 @@ import symm_a2a
 from bench.a2av.cases import Case
 from bench.a2av.options import BackendName, Op
 from bench.a2av.problem import Problem
+from bench.dispatchers import DispatcherFactory
 from symm_a2a.testing import OpGuard
-
-DispatcherFactory = Callable[..., Any]
-"""A dispatcher's class, or whatever takes `(cfg, group, device=...)` and gives a context manager."""
-
-FACTORIES: dict[BackendName, DispatcherFactory] = {
-    "symm": symm_a2a.SymmTokenDispatcher,
-    "all_to_all": symm_a2a.baselines.AllToAllTokenDispatcher,
-}
 
 
 @dataclass(frozen=True)
@@ -239,7 +232,7 @@ def open_backend(
     name: BackendName,
     problem: Problem,
     group: dist.ProcessGroup,
-    factories: Mapping[BackendName, DispatcherFactory],
+    factories: Mapping[str, DispatcherFactory],
 ) -> Backend:
     """Return a backend for a problem, a context manager; collective."""
     case: Case = problem.case

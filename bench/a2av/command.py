@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 import triton
 
-from bench.a2av.backends import FACTORIES, DispatcherFactory
 from bench.a2av.cases import Case, Mode, plan
 from bench.a2av.figures import Result, merge
 from bench.a2av.links import link_peak
-from bench.a2av.options import BackendName, Options
+from bench.a2av.options import Options
 from bench.a2av.ranks import RankReport, Work, measure_rank
 from bench.a2av.records import Setting, to_rows, write_csv, write_json
 from bench.a2av.table import format_table, notes
+from bench.dispatchers import DISPATCHERS, DispatcherFactory
 from bench.host import interpreted
 from bench.outputs import prepare
 from bench.shapes import SHAPES
@@ -36,7 +36,7 @@ SECONDS_PER_RUN = 10.0
 """What a run in the interpreter may take before the ranks are given up; generous, for a busy machine."""
 
 
-def run(options: Options, factories: Mapping[BackendName, DispatcherFactory] = FACTORIES) -> int:
+def run(options: Options, factories: Mapping[str, DispatcherFactory] = DISPATCHERS) -> int:
     """Check, time, report; return the exit code.
 
     Args:

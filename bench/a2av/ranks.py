@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from bench.a2av.backends import Backend, Cost, DispatcherFactory, open_backend
+from bench.a2av.backends import Backend, Cost, open_backend
 from bench.a2av.cases import Case
 from bench.a2av.operations import Operation, make_operation
 from bench.a2av.options import BackendName, Options
 from bench.a2av.problem import Problem, make_problem
 from bench.a2av.routings import draw_ids
 from bench.a2av.timers import Captured, make_timer, measure
+from bench.dispatchers import DispatcherFactory
 from bench.progress import Progress
 from bench.trace import Trace
 from symm_a2a.errors import SymmA2AError
@@ -41,7 +42,7 @@ class Work:
     iterations: int
     warmup: int
     trace: Trace | None
-    factories: Mapping[BackendName, DispatcherFactory]
+    factories: Mapping[str, DispatcherFactory]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from bench.dispatchers import DISPATCHERS, DispatcherFactory
 from bench.host import interpreted
 from bench.outputs import prepare
 from bench.trace import write_trace
@@ -17,7 +18,7 @@ from bench.train import corpus
 from bench.train.agreement import compare
 from bench.train.options import Options
 from bench.train.picture import draw
-from bench.train.ranks import DISPATCHERS, DispatcherFactory, train_rank
+from bench.train.ranks import train_rank
 from bench.train.results import figures_of, merge, trace_of
 from bench.train.table import format_table
 from symm_a2a.testing import run_ranks

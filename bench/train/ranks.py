@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import symm_a2a
+from bench.dispatchers import DispatcherFactory
 from bench.progress import Progress
 from bench.train.corpus import draw_windows, load_corpus
 from bench.train.meter import MeteredDispatcher
@@ -23,14 +24,6 @@ BALANCE = 0.1
 
 WARMUP = 10
 """Steps until the learning rate is at its peak."""
-
-DispatcherFactory = Callable[..., Any]
-"""A dispatcher's class, or whatever takes `(cfg, group, device=...)` and gives a context manager."""
-
-DISPATCHERS: dict[str, DispatcherFactory] = {
-    "symm": symm_a2a.SymmTokenDispatcher,
-    "all_to_all": symm_a2a.baselines.AllToAllTokenDispatcher,
-}
 
 
 @dataclass(frozen=True)

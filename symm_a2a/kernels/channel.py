@@ -44,6 +44,11 @@ class Kind(IntEnum):
         return self not in (Kind.COMBINE, Kind.DISPATCH_BACKWARD)
 
     @property
+    def direction(self) -> str:
+        """Whose flags it raises: "scatter" or "gather", as the regions are named."""
+        return "scatter" if self.scatters else "gather"
+
+    @property
     def title(self) -> str:
         """The operation's name in messages."""
         return self.name.lower().replace("_", " ")
@@ -71,6 +76,11 @@ class Cell(IntEnum):
     ROWS = 14
     EXCHANGES = 16
     COPIES = 24
+
+    @classmethod
+    def launched(cls, *, scatters: bool) -> Cell:
+        """Return the cell that counts the launches of a direction."""
+        return cls.SCATTER_LAUNCHED if scatters else cls.GATHER_LAUNCHED
 
 
 class Wait(IntEnum):

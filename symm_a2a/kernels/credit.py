@@ -31,9 +31,9 @@ def credit(channel: Channel, kind: Kind) -> None:
         kind: the operation that follows.
     """
     W = channel.layout.world_size
-    direction = "scatter" if kind.scatters else "gather"
     channel.launch(_credit_kernel)(
-        channel.local[f"{direction}_free"], channel.abort_W, channel.state, channel.status, channel.polls,
-        LAUNCHED=int(Cell.SCATTER_LAUNCHED if kind.scatters else Cell.GATHER_LAUNCHED),
+        channel.local[f"{kind.direction}_free"], channel.abort_W, channel.state, channel.status,
+        channel.polls,
+        LAUNCHED=int(Cell.launched(scatters=kind.scatters)),
         KIND=int(kind), W=W, W_PAD=padded(W),
     )  # fmt: skip
