@@ -120,9 +120,9 @@ class Lane:
             ExchangeError: the lane has failed, now or before.
         """
         self.require_idle(kind)
-        launched = Cell.launched(scatters=kind.scatters)
         if self.memory.host_waits:
-            self._wait(f"{kind.direction}_free", int(self._state[launched]), kind, Wait.CREDIT)
+            launched = int(self._state[Cell.launched(scatters=kind.scatters)])
+            self._wait(f"{kind.direction}_free", launched, kind, Wait.CREDIT)
         elif self.memory.spins:
             captured = self._on_gpu and torch.cuda.is_current_stream_capturing()
             # Where the directions alternate, the exchange joined in between implies the credit.
@@ -169,12 +169,8 @@ class Lane:
         """
         self._require_open()
         if self.memory.host_waits:
-            self._wait(
-                f"{kind.direction}_ready",
-                int(self._state[Cell.launched(scatters=kind.scatters)]),
-                kind,
-                Wait.COPIES,
-            )
+            launched = int(self._state[Cell.launched(scatters=kind.scatters)])
+            self._wait(f"{kind.direction}_ready", launched, kind, Wait.COPIES)
 
     def end(self) -> None:
         """Close a join: the lane is idle again, and what its kernels reported is raised."""

@@ -190,12 +190,14 @@ def _scatter_kernel(
                     K, K_PAD, E, W, BLOCK_T, BLOCK_J, BLOCK_W,
                 )  # fmt: skip
                 if COUNTS_TOO:
-                    slots, copies = count_tokens(
-                        ids_ptr, status_ptr, block * BLOCK_T, tl.minimum((block + 1) * BLOCK_T, T), False,
-                        K, K_PAD, E, E_PAD, W, W_PAD, BLOCK_T, BLOCK_W,
-                    )  # fmt: skip
-                    expert_base += slots
-                    peer_base += copies
+                    # Small messages mostly have a block a program: nothing is behind it.
+                    if block + 1 < end:
+                        slots, copies = count_tokens(
+                            ids_ptr, status_ptr, block * BLOCK_T, T, False,
+                            K, K_PAD, E, E_PAD, W, W_PAD, BLOCK_T, BLOCK_W,
+                        )  # fmt: skip
+                        expert_base += slots
+                        peer_base += copies
                 else:
                     expert_base += tl.load(expert_sums_ptr + block * E + e, mask=e < E, other=0)
                     peer_base += tl.load(peer_sums_ptr + block * W + w, mask=w < W, other=0)
