@@ -161,7 +161,7 @@ def _launch_others(
     """Launch what a forward and backward may leave out: forms for other sizes, and kernels of their own."""
     from symm_a2a.kernels.barrier import barrier
     from symm_a2a.kernels.channel import Kind
-    from symm_a2a.kernels.count import count
+    from symm_a2a.kernels.count import count, new_sums
     from symm_a2a.kernels.credit import credit
     from symm_a2a.kernels.row_count import row_count
     from symm_a2a.kernels.scatter import scatter
@@ -171,7 +171,9 @@ def _launch_others(
     copy_of_peer_TW = ids_TK.new_empty((len(ids_TK), layout.world_size), dtype=torch.int32)
     routing = copy_of_peer_TW, torch.empty_like(ids_TK, dtype=torch.int32), tally
     slots = ids_TK, scores_TK.to(layout.score_dtype)
-    for sums in (count(channel, ids_TK, tally), None):
+    sums = new_sums(channel, ids_TK)
+    count(channel, ids_TK, tally, sums)
+    for sums in (sums, None):
         scatter(channel, Kind.DISPATCH, x_TD, *routing, slots=slots, sums=sums)
     row_count(channel, torch.zeros(1, dtype=torch.int64), pad_multiple)
     credit(channel, Kind.COMBINE)

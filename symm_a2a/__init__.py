@@ -7,6 +7,7 @@ runtime.choose_runtime()
 from symm_a2a import baselines, reference, testing  # noqa: E402
 from symm_a2a.config import EPConfig  # noqa: E402
 from symm_a2a.dispatcher import SymmTokenDispatcher  # noqa: E402
+from symm_a2a.domino import Domino, Stages, group_batches, token_shares  # noqa: E402
 from symm_a2a.errors import (  # noqa: E402
     CapacityError,
     ClosedError,
@@ -21,11 +22,15 @@ from symm_a2a.errors import (  # noqa: E402
     LaneBusyError,
     PeerLostError,
     PeerTimeoutError,
+    RecordingError,
+    ScheduleError,
     SymmA2AError,
 )
 from symm_a2a.handle import Handle, PendingCombine, PendingDispatch  # noqa: E402
+from symm_a2a.memory import Link  # noqa: E402
 from symm_a2a.ops import checkpoint_ops  # noqa: E402
 from symm_a2a.stats import Stats  # noqa: E402
+from symm_a2a.timeline import Timeline, save_picture, save_trace  # noqa: E402
 from symm_a2a.version import __version__  # noqa: E402
 from symm_a2a.virtual import VirtualWorld  # noqa: E402
 
@@ -33,6 +38,7 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "ConfigError",
+    "Domino",
     "DoubleBackwardError",
     "EPConfig",
     "EnvironmentUnsupportedError",
@@ -43,17 +49,26 @@ __all__ = [
     "InputError",
     "JoinedTwiceError",
     "LaneBusyError",
+    "Link",
     "PeerLostError",
     "PeerTimeoutError",
     "PendingCombine",
     "PendingDispatch",
+    "RecordingError",
+    "ScheduleError",
+    "Stages",
     "Stats",
     "SymmA2AError",
     "SymmTokenDispatcher",
+    "Timeline",
     "VirtualWorld",
     "__version__",
     "baselines",
     "checkpoint_ops",
+    "group_batches",
     "reference",
+    "save_picture",
+    "save_trace",
     "testing",
+    "token_shares",
 ]

@@ -5,15 +5,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 from symm_a2a.config import EPConfig
-from symm_a2a.errors import ClosedError, ConfigError, ExchangeError
+from symm_a2a.errors import (
+    ClosedError,
+    ConfigError,
+    EnvironmentUnsupportedError,
+    ExchangeError,
+    RecordingError,
+)
 from symm_a2a.lane import Lane
 from symm_a2a.layout import ArenaLayout
-from symm_a2a.memory import SymmetricMemory
+from symm_a2a.memory import (
+    Backend,
+    Link,
+    SymmetricMemory,
+    create_memory,
+    default_device,
+    require_agreement,
+)
 from symm_a2a.runtime import require_runnable
+from symm_a2a.timeline import Recorder
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +54,13 @@ class Arena:
     Attributes:
         anchor: float32 `(1,)`, a leaf that requires a gradient. It enters every dispatch, so
             that a backward exists on every rank, also where this rank's inputs need none.
+        lane_in_turn: the lane of a dispatch that names none.
     """
 
     def __init__(self, cfg: EPConfig, memory: SymmetricMemory, layout: ArenaLayout) -> None:
         require_runnable(memory.device)
         self.closed = False
+        self.lane_in_turn = 0
         self._failures: list[ExchangeError] = []
         self.cfg = cfg
         self.memory = memory
@@ -67,6 +85,39 @@ class Arena:
         """Raise `ClosedError` after `close`."""
         if self.closed:
             raise ClosedError("expected an open dispatcher, got one whose arena was closed")
+
+    @contextlib.contextmanager
+    def in_lane(self, index: int) -> Iterator[None]:
+        """Let dispatches that name no lane take this one."""
+        before, self.lane_in_turn = self.lane_in_turn, index
+        try:
+            yield
+        finally:
+            self.lane_in_turn = before
+
+    def fail(self, error: ExchangeError) -> None:
+        """End the work of every rank at once: each lane here raises `error`, the peers learn of it."""
+        if not self.closed and not self._failures:
+            self.lanes[0].fail(error)
+
+    def start_recording(self) -> Recorder:
+        """Let the lanes note their exchanges, until `stop_recording`.
+
+        Raises:
+            RecordingError: they do so already.
+        """
+        self.require_open()
+        if self.lanes[0].recorder is not None:
+            raise RecordingError("expected one recording at a time, got a second one inside it")
+        recorder = Recorder(self.memory.rank, self.layout, self.memory.device)
+        for lane in self.lanes:
+            lane.recorder = recorder
+        return recorder
+
+    def stop_recording(self) -> None:
+        """Let the lanes note nothing any more."""
+        for lane in self.lanes:
+            lane.recorder = None
 
     def require_fits(self, cfg: EPConfig) -> None:
         """Raise where a dispatcher's config differs from the arena's in what they share.
@@ -114,3 +165,28 @@ class Arena:
 
 def _drop_grad(anchor: torch.Tensor) -> None:
     anchor.grad = None
+
+
+def create_arena(
+    cfg: EPConfig,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str | None,
+    backend: Backend | None,
+    link: Link | None,
+) -> Arena:
+    """Allocate, map and agree on an arena over a group; collective."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is not None and dist.get_rank(group) < 0:
+        raise ConfigError("expected a member of the group, got a rank that is not in it")
+    device = default_device(group) if device is None else torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentUnsupportedError(f"expected a CUDA device to be there, got none for {device}")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if group is not None:
+        # First of all, so that an error that only some ranks would make reaches every rank.
+        require_agreement(group, "configuration", f"{cfg} backend={backend} device={device.type} link={link}")
+    layout = cfg.layout(1 if group is None else dist.get_world_size(group))
+    memory = create_memory(layout.nbytes, device, group, backend, cfg.num_lanes, link)
+    return Arena(cfg, memory, layout)

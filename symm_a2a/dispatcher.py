@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 from typing import NoReturn
 
@@ -10,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from symm_a2a import ops
-from symm_a2a.arena import Arena
+from symm_a2a.arena import Arena, create_arena
 from symm_a2a.config import EPConfig
 from symm_a2a.errors import (
     ClosedError,
     ConfigError,
     EnvironmentUnsupportedError,
+    ExchangeError,
     InputError,
 )
 from symm_a2a.exchange import EXACT, Routing, join_barrier, join_counts, launch_barrier, launch_counts
@@ -23,9 +26,10 @@ from symm_a2a.handle import Handle, PendingCombine, PendingDispatch
 from symm_a2a.kernels.blocks import INTERPRETED, SMALL_TOKENS
 from symm_a2a.kernels.channel import Kind
 from symm_a2a.lane import Lane
-from symm_a2a.memory import Backend, create_memory, default_device, require_agreement
+from symm_a2a.memory import Backend, Link
 from symm_a2a.ops.split import CombineState, DispatchState, start_combine, start_dispatch
 from symm_a2a.stats import Stats, stats_of
+from symm_a2a.timeline import Recording
 from symm_a2a.validation import check_combine, check_dispatch, check_ids
 
 
@@ -42,8 +46,10 @@ class SymmTokenDispatcher:
         device: where rows live; None for the current CUDA device, or for the CPU where there is none
             or the group's backend is gloo.
         backend: `"cuda"`, `"host"` or `"virtual"`; None chooses by device and group.
-        arena: another dispatcher's arena, to share its memory and lanes; `group`, `device` and
-            `backend` then come with it, and construction is not collective. Its owner closes it.
+        link: to emulate between ranks that are CPU processes, so that it can be seen what hides under
+            what; None for none.
+        arena: another dispatcher's arena, to share its memory and lanes; `group`, `device`, `backend`
+            and `link` then come with it, and construction is not collective. Its owner closes it.
 
     Raises:
         ConfigError: a size does not fit the group or the arena, or the ranks disagree.
@@ -66,17 +72,18 @@ class SymmTokenDispatcher:
         *,
         device: torch.device | str | None = None,
         backend: Backend | None = None,
+        link: Link | None = None,
         arena: Arena | None = None,
     ) -> None:
         self.cfg = cfg
         self._owns_arena = arena is None
         if arena is None:
-            arena = _create_arena(cfg, group, device, backend)
+            arena = create_arena(cfg, group, device, backend, link)
         elif not isinstance(arena, Arena):
             raise ConfigError(f"expected the arena of a dispatcher, got {type(arena).__name__}")
-        elif group is not None or device is not None or backend is not None:
+        elif not all(given is None for given in (group, device, backend, link)):
             raise ConfigError(
-                "expected arena= alone, got group, device or backend too; the arena has its own"
+                "expected arena= alone, got group, device, backend or link too; the arena has its own"
             )
         arena.require_open()
         arena.require_fits(cfg)
@@ -96,7 +103,7 @@ class SymmTokenDispatcher:
         topk_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor | None = None,
         *,
-        lane: int = 0,
+        lane: int | None = None,
     ) -> tuple[Tensor, Tensor, Handle]:
         """Send every token to the ranks of its experts, and return the rows that arrive here.
 
@@ -107,7 +114,8 @@ class SymmTokenDispatcher:
             topk_ids_TK: int32 or int64, the expert of each slot; -1 masks a slot. The same
                 expert twice counts twice.
             num_local_tokens_per_expert_E: accepted as trainers pass it, and not needed.
-            lane: which lane to use, the same on every rank.
+            lane: which lane to use, the same on every rank; None for 0, or in a `Domino` run for the
+                micro-batch's own.
 
         Returns:
             Rows `(R, D)` in (expert, origin rank, origin slot) order, each expert's padded with
@@ -127,7 +135,7 @@ class SymmTokenDispatcher:
         """
         self._require_open()
         check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
-        number = self._lane_number(lane)
+        number = self._lanes[self._index(lane)]
         rows_RD, tokens_per_expert_L, *routing, token = ops.dispatch(
             x_TD, scores_TK.to(self._score_dtype), topk_ids_TK, self.arena.anchor, number,
             self.world_size, self.arena.layout.num_local_experts, self.cfg.max_tokens_per_rank,
@@ -170,20 +178,19 @@ class SymmTokenDispatcher:
         topk_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor | None = None,
         *,
-        lane: int = 0,
+        lane: int | None = None,
     ) -> PendingDispatch:
         """Launch a dispatch; `join` on the result gives what `dispatch` returns.
 
         Between the two anything may run that does not use the same lane; in the backward the
-        gap is there too. Eager mode only. Arguments and errors are those of `dispatch`.
+        gap is there too. On a GPU the launch runs on the lane's own stream, and `join` makes the
+        current stream wait for it. Eager mode only. Arguments and errors are those of `dispatch`.
         """
         self._require_open()
         check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
-        number = self._lane_number(lane)
+        on, number = self._lane(lane), self._lanes[self._index(lane)]
         _require_eager("dispatch_async")
-        state = DispatchState(
-            self.arena.lanes[lane], self.arena.anchor, self._capacity, self.cfg.pad_multiple
-        )
+        state = DispatchState(on, self.arena.anchor, self._capacity, self.cfg.pad_multiple)
         flying = start_dispatch(state, x_TD, scores_TK.to(self._score_dtype), topk_ids_TK)
         return PendingDispatch(state, flying, number)
 
@@ -200,7 +207,7 @@ class SymmTokenDispatcher:
         flying = start_combine(state, y_RD, handle.routing, handle.token)
         return PendingCombine(state, flying)
 
-    def barrier(self, *, lane: int = 0) -> None:
+    def barrier(self, *, lane: int | None = None) -> None:
         """Wait until every rank has called this; on a GPU, the device waits. One launch there.
 
         It orders nothing but itself, and uses the lane as an exchange does.
@@ -209,16 +216,16 @@ class SymmTokenDispatcher:
             LaneBusyError, ExchangeError, ClosedError: as for `dispatch`.
         """
         self._require_open()
-        self._lane_number(lane)
-        launch_barrier(self.arena.lanes[lane])
-        join_barrier(self.arena.lanes[lane])
+        on = self._lane(lane)
+        launch_barrier(on)
+        join_barrier(on)
 
-    def broadcast_counts(self, topk_ids_TK: Tensor, *, lane: int = 0) -> Tensor:
+    def broadcast_counts(self, topk_ids_TK: Tensor, *, lane: int | None = None) -> Tensor:
         """Exchange the numbers of slots that each rank has for each expert, and no rows.
 
         Args:
             topk_ids_TK: as for `dispatch`.
-            lane: which lane to use, the same on every rank.
+            lane: as for `dispatch`.
 
         Returns:
             int32 `(W, E)`: slots of each rank for each expert, equal on every rank.
@@ -228,10 +235,31 @@ class SymmTokenDispatcher:
         """
         self._require_open()
         check_ids(self.cfg, self.device, topk_ids_TK)
-        self._lane_number(lane)
-        counts_WE = launch_counts(self.arena.lanes[lane], topk_ids_TK)
-        join_counts(self.arena.lanes[lane], counts_WE)
+        on = self._lane(lane)
+        counts_WE = launch_counts(on, topk_ids_TK)
+        join_counts(on, counts_WE)
         return counts_WE
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Record when each exchange of this arena is launched, in flight and joined.
+
+        Costs two reads of the clock for each launch and join, on a GPU three events in the streams.
+
+        Yields:
+            A recording, whose `timeline` is there once the block has ended.
+
+        Raises:
+            RecordingError: a recording runs already.
+            ClosedError: the dispatcher was closed.
+        """
+        self._require_open()
+        recording = Recording(self.arena.start_recording())
+        try:
+            yield recording
+            recording.finish()
+        finally:
+            self.arena.stop_recording()
 
     def stats(self) -> Stats:
         """Return what all dispatchers of this arena have done so far; waits for the device.
@@ -242,6 +270,36 @@ class SymmTokenDispatcher:
         """
         self._require_open()
         return stats_of(self.arena.lanes, self.arena.layout)
+
+    @property
+    def num_lanes(self) -> int:
+        """Exchanges that can be in flight at once."""
+        return len(self._lanes)
+
+    def in_lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
+        """Let dispatches inside that name no lane take this one."""
+        return self.arena.in_lane(self._index(lane))
+
+    def require_idle(self, lane: int | None = None) -> None:
+        """Raise where an exchange is in flight in a lane, or in any, or none can run.
+
+        Args:
+            lane: its place; None for all of them.
+
+        Raises:
+            LaneBusyError, ExchangeError, ClosedError: as for `dispatch`.
+        """
+        self._require_open()
+        for one in self.arena.lanes if lane is None else [self._lane(lane)]:
+            one.require_idle(Kind.DISPATCH)
+
+    def give_up(self, reason: str) -> None:
+        """Take no further part: every rank that waits for this one, or will, raises at once.
+
+        Args:
+            reason: what later calls on this rank will raise, as an `ExchangeError`.
+        """
+        self.arena.fail(ExchangeError(reason))
 
     def warmup(self) -> None:
         """Run every operation once in every lane, so that all kernels are compiled.
@@ -282,12 +340,13 @@ class SymmTokenDispatcher:
         """
         return sum(lane.dropped_rows for lane in self.arena.lanes)
 
-    def require_dispatchable(self, x_TD: Tensor, scores_TK: Tensor, topk_ids_TK: Tensor, lane: int) -> None:
+    def require_dispatchable(
+        self, x_TD: Tensor, scores_TK: Tensor, topk_ids_TK: Tensor, lane: int | None
+    ) -> None:
         """Raise what a dispatch of these arguments would, and launch nothing."""
         self._require_open()
         check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK)
-        self._lane_number(lane)
-        self.arena.lanes[lane].require_idle(Kind.DISPATCH)
+        self._lane(lane).require_idle(Kind.DISPATCH)
 
     def require_combinable(self, y_RD: Tensor, handle: Handle) -> None:
         """Raise what a combine of these arguments would, and launch nothing."""
@@ -333,10 +392,16 @@ class SymmTokenDispatcher:
         if self._closed or self.arena.closed:
             raise ClosedError("expected an open dispatcher, got one that was closed, or whose arena was")
 
-    def _lane_number(self, lane: int) -> int:
+    def _index(self, lane: int | None) -> int:
+        """Return a lane's place in the arena; the one in turn for None."""
+        if lane is None:
+            return self.arena.lane_in_turn
         if isinstance(lane, bool) or not isinstance(lane, int) or not 0 <= lane < len(self._lanes):
             raise InputError(f"expected a lane in [0, {len(self._lanes)}), got {lane!r}")
-        return self._lanes[lane]
+        return lane
+
+    def _lane(self, lane: int | None) -> Lane:
+        return self.arena.lanes[self._index(lane)]
 
     def _lane_of(self, handle: Handle) -> Lane:
         return self.arena.lanes[self._lanes.index(handle.lane)]
@@ -357,26 +422,3 @@ def _require_eager(name: str) -> None:
             f"expected eager mode, got {name} in compiled code, where a compiler would reorder the halves of "
             "an exchange; use dispatch and combine there"
         )
-
-
-def _create_arena(
-    cfg: EPConfig,
-    group: dist.ProcessGroup | None,
-    device: torch.device | str | None,
-    backend: Backend | None,
-) -> Arena:
-    """Allocate, map and agree on an arena over a group; collective."""
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is not None and dist.get_rank(group) < 0:
-        raise ConfigError("expected a member of the group, got a rank that is not in it")
-    device = default_device(group) if device is None else torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentUnsupportedError(f"expected a CUDA device to be there, got none for {device}")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    if group is not None:
-        # First of all, so that an error that only some ranks would make reaches every rank.
-        require_agreement(group, "configuration", f"{cfg} backend={backend} device={device.type}")
-    layout = cfg.layout(1 if group is None else dist.get_world_size(group))
-    return Arena(cfg, create_memory(layout.nbytes, device, group, backend), layout)

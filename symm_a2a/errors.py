@@ -42,6 +42,14 @@ class DoubleBackwardError(SymmA2AError, RuntimeError):
     """A backward that was to be differentiated itself; exchanges have no second derivative."""
 
 
+class ScheduleError(SymmA2AError, RuntimeError):
+    """A micro-batch that cannot be interleaved with others as it is written."""
+
+
+class RecordingError(SymmA2AError, RuntimeError):
+    """A timeline that was asked for while another is recorded, or before its recording has ended."""
+
+
 class ClosedError(SymmA2AError, RuntimeError):
     """A dispatcher was used after it, or its arena, was closed."""
 

@@ -2,7 +2,8 @@
 
 A launch opens the lane, runs the kernels that write to peers and publish; a join waits,
 runs the kernels that read, and frees the sections. Between the two, other work may run,
-other lanes included. In a virtual world every rank launches before any rank joins.
+other lanes included: with `beside=True` the launch is on the lane's own stream, where there are
+streams. In a virtual world every rank launches before any rank joins.
 
 Everything an exchange returns is ordinary memory: the sections may be overwritten as soon as
 a join has run.
@@ -18,14 +19,13 @@ import torch
 from symm_a2a.kernels.barrier import barrier
 from symm_a2a.kernels.blocks import SMALL_TOKENS
 from symm_a2a.kernels.channel import Kind
-from symm_a2a.kernels.count import count
+from symm_a2a.kernels.count import count, new_sums
 from symm_a2a.kernels.expand import expand
 from symm_a2a.kernels.expand_grad import expand_grad
 from symm_a2a.kernels.finish import finish
 from symm_a2a.kernels.gather import gather
 from symm_a2a.kernels.scatter import scatter
 from symm_a2a.lane import Lane
-from symm_a2a.ranges import ranged
 
 EXACT = -1
 """The capacity that stands for as many rows as arrive."""
@@ -62,20 +62,19 @@ class Dispatched(NamedTuple):
 
 @dataclass(frozen=True)
 class DispatchFlight:
-    """A dispatch between launch and join; holds its inputs until they have been sent."""
+    """A dispatch between launch and join."""
 
     lane: Lane
     routing: Routing
     capacity: int
     pad_multiple: int
-    inputs: tuple[torch.Tensor, ...]
+    x_TD: torch.Tensor
 
 
 def _token(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(1, dtype=torch.float32)
 
 
-@ranged("launch", Kind.DISPATCH)
 def launch_dispatch(
     lane: Lane,
     x_TD: torch.Tensor,
@@ -83,6 +82,8 @@ def launch_dispatch(
     ids_TK: torch.Tensor,
     capacity: int,
     pad_multiple: int,
+    *,
+    beside: bool = False,
 ) -> DispatchFlight:
     """Send every token's row to the ranks of its experts."""
     layout = lane.layout
@@ -99,74 +100,73 @@ def launch_dispatch(
     )
     # A small message counts in its scatter. With "exact" the counts go ahead: the host waits for them.
     counts_first = T > SMALL_TOKENS or capacity == EXACT
-    lane.begin(Kind.DISPATCH, kernel_waits=counts_first)
-    sums = count(lane.channel, ids_TK, routing.tally) if counts_first else None
-    if capacity == EXACT:
-        lane.start_row_count(pad_multiple)
-    scatter(
-        lane.channel, Kind.DISPATCH, x_TD, routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
-        slots=(ids_TK, scores_TK), sums=sums,
-    )  # fmt: skip
-    inputs = (x_TD, scores_TK, ids_TK, *(sums or ()))
-    return DispatchFlight(lane, routing, capacity, pad_multiple, inputs)
+    sums = new_sums(lane.channel, ids_TK) if counts_first else None
+    holds = (x_TD, scores_TK, ids_TK, *(sums or ()), *routing)
+    with lane.launch(Kind.DISPATCH, *holds, kernel_waits=counts_first, beside=beside):
+        if sums is not None:
+            count(lane.channel, ids_TK, routing.tally, sums)
+        if capacity == EXACT:
+            lane.start_row_count(pad_multiple)
+        scatter(
+            lane.channel, Kind.DISPATCH, x_TD,
+            routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
+            slots=(ids_TK, scores_TK), sums=sums,
+        )  # fmt: skip
+    return DispatchFlight(lane, routing, capacity, pad_multiple, x_TD)
 
 
-@ranged("join", Kind.DISPATCH, lambda flight: flight.lane)
 def join_dispatch(flight: DispatchFlight) -> Dispatched:
     """Take the rows that a dispatch brought here, in (expert, origin rank, origin slot) order."""
     lane, routing = flight.lane, flight.routing
     layout = lane.layout
-    exact = flight.capacity == EXACT
-    num_rows = lane.row_count(flight.pad_multiple) if exact else flight.capacity
-    x_TD = flight.inputs[0]
-    rows_RD = x_TD.new_empty((num_rows, layout.hidden_dim))
-    tokens_per_expert_L = x_TD.new_empty(layout.num_local_experts, dtype=torch.int32)
-    token = _token(x_TD)
-    lane.arrive(Kind.DISPATCH)
-    expand(
-        lane.channel, rows_RD, tokens_per_expert_L, routing.row_of_copy, routing.score_of_copy,
-        routing.tally, token, pad_multiple=flight.pad_multiple, exact=exact,
-    )  # fmt: skip
-    lane.end()
+    exact, x_TD = flight.capacity == EXACT, flight.x_TD
+    with lane.join(Kind.DISPATCH):
+        num_rows = lane.row_count(flight.pad_multiple) if exact else flight.capacity
+        rows_RD = x_TD.new_empty((num_rows, layout.hidden_dim))
+        tokens_per_expert_L = x_TD.new_empty(layout.num_local_experts, dtype=torch.int32)
+        token = _token(x_TD)
+        lane.arrive(Kind.DISPATCH)
+        expand(
+            lane.channel, rows_RD, tokens_per_expert_L, routing.row_of_copy, routing.score_of_copy,
+            routing.tally, token, pad_multiple=flight.pad_multiple, exact=exact,
+        )  # fmt: skip
     return Dispatched(rows_RD, tokens_per_expert_L, routing, token)
 
 
-@ranged("launch", Kind.COMBINE)
-def launch_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing) -> torch.Tensor:
+def launch_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing, *, beside: bool = False) -> torch.Tensor:
     """Send back, for every copy received, the weighted sum of its rows; return the rows sent."""
     y_RD = y_RD.contiguous()
-    lane.begin(Kind.COMBINE)
-    gather(lane.channel, Kind.COMBINE, y_RD, routing.row_of_copy, routing.score_of_copy, routing.tally)
+    with lane.launch(Kind.COMBINE, y_RD, *routing, beside=beside):
+        gather(lane.channel, Kind.COMBINE, y_RD, routing.row_of_copy, routing.score_of_copy, routing.tally)
     return y_RD
 
 
-@ranged("join", Kind.COMBINE)
 def join_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum what came back for each token; return `(T, D)` and a token."""
     T = routing.copy_of_peer_TW.shape[0]
     out_TD, token = y_RD.new_empty((T, lane.layout.hidden_dim)), _token(y_RD)
-    lane.arrive(Kind.COMBINE)
-    finish(
-        lane.channel, Kind.COMBINE, out_TD, token,
-        routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
-    )  # fmt: skip
-    lane.end()
+    with lane.join(Kind.COMBINE):
+        lane.arrive(Kind.COMBINE)
+        finish(
+            lane.channel, Kind.COMBINE, out_TD, token,
+            routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
+        )  # fmt: skip
     return out_TD, token
 
 
-@ranged("launch", Kind.COMBINE_BACKWARD)
-def launch_combine_backward(lane: Lane, grad_out_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+def launch_combine_backward(
+    lane: Lane, grad_out_TD: torch.Tensor, routing: Routing, *, beside: bool = False
+) -> torch.Tensor:
     """Send each token's output gradient where its row went; return the rows sent."""
     grad_out_TD = grad_out_TD.contiguous()
-    lane.begin(Kind.COMBINE_BACKWARD)
-    scatter(
-        lane.channel, Kind.COMBINE_BACKWARD, grad_out_TD,
-        routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
-    )  # fmt: skip
+    with lane.launch(Kind.COMBINE_BACKWARD, grad_out_TD, *routing, beside=beside):
+        scatter(
+            lane.channel, Kind.COMBINE_BACKWARD, grad_out_TD,
+            routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
+        )  # fmt: skip
     return grad_out_TD
 
 
-@ranged("join", Kind.COMBINE_BACKWARD)
 def join_combine_backward(
     lane: Lane, y_RD: torch.Tensor, routing: Routing, pad_multiple: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -174,36 +174,34 @@ def join_combine_backward(
     y_RD = y_RD.contiguous()
     grad_y_RD, token = torch.empty_like(y_RD), _token(y_RD)
     grad_score_of_copy = torch.empty_like(routing.score_of_copy)
-    lane.arrive(Kind.COMBINE_BACKWARD)
-    expand_grad(
-        lane.channel, grad_y_RD, grad_score_of_copy, y_RD, routing.row_of_copy, routing.score_of_copy,
-        routing.tally, token, pad_multiple=pad_multiple,
-    )  # fmt: skip
-    lane.end()
+    with lane.join(Kind.COMBINE_BACKWARD):
+        lane.arrive(Kind.COMBINE_BACKWARD)
+        expand_grad(
+            lane.channel, grad_y_RD, grad_score_of_copy, y_RD, routing.row_of_copy, routing.score_of_copy,
+            routing.tally, token, pad_multiple=pad_multiple,
+        )  # fmt: skip
     return grad_y_RD, grad_score_of_copy, token
 
 
-@ranged("launch", Kind.DISPATCH_BACKWARD)
 def launch_dispatch_backward(
-    lane: Lane, grad_rows_RD: torch.Tensor, grad_score_of_copy: torch.Tensor | None, routing: Routing
+    lane: Lane,
+    grad_rows_RD: torch.Tensor,
+    grad_score_of_copy: torch.Tensor | None,
+    routing: Routing,
+    *,
+    beside: bool = False,
 ) -> torch.Tensor:
     """Send back each copy's summed row gradients, its score gradients with them."""
     grad_rows_RD = grad_rows_RD.contiguous()
-    if grad_score_of_copy is not None:
-        grad_score_of_copy = grad_score_of_copy.contiguous()
-    lane.begin(Kind.DISPATCH_BACKWARD)
-    gather(
-        lane.channel,
-        Kind.DISPATCH_BACKWARD,
-        grad_rows_RD,
-        routing.row_of_copy,
-        grad_score_of_copy,
-        routing.tally,
-    )
+    scores = () if grad_score_of_copy is None else (grad_score_of_copy.contiguous(),)
+    with lane.launch(Kind.DISPATCH_BACKWARD, grad_rows_RD, *scores, *routing, beside=beside):
+        gather(
+            lane.channel, Kind.DISPATCH_BACKWARD, grad_rows_RD,
+            routing.row_of_copy, scores[0] if scores else None, routing.tally,
+        )  # fmt: skip
     return grad_rows_RD
 
 
-@ranged("join", Kind.DISPATCH_BACKWARD)
 def join_dispatch_backward(
     lane: Lane, grad_rows_RD: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -212,47 +210,45 @@ def join_dispatch_backward(
     grad_x_TD = grad_rows_RD.new_empty((T, lane.layout.hidden_dim))
     grad_scores_TK = routing.score_of_copy.new_empty((T, K))
     token = _token(grad_rows_RD)
-    lane.arrive(Kind.DISPATCH_BACKWARD)
-    finish(
-        lane.channel, Kind.DISPATCH_BACKWARD, grad_x_TD, token,
-        routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally, grad_scores_TK,
-    )  # fmt: skip
-    lane.end()
+    with lane.join(Kind.DISPATCH_BACKWARD):
+        lane.arrive(Kind.DISPATCH_BACKWARD)
+        finish(
+            lane.channel, Kind.DISPATCH_BACKWARD, grad_x_TD, token,
+            routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally, grad_scores_TK,
+        )  # fmt: skip
     return grad_x_TD, grad_scores_TK, token
 
 
-@ranged("launch", Kind.BARRIER)
 def launch_barrier(lane: Lane) -> None:
     """Tell every peer that this rank is here."""
-    lane.begin(Kind.BARRIER, kernel_waits=True)
-    barrier(lane.channel, None, arrive=True, leave=lane.channel.spins)
+    with lane.launch(Kind.BARRIER, kernel_waits=True):
+        barrier(lane.channel, None, arrive=True, leave=lane.channel.spins)
 
 
-@ranged("join", Kind.BARRIER)
 def join_barrier(lane: Lane) -> None:
     """Wait until every peer is here."""
     _leave(lane, Kind.BARRIER, None)
 
 
-@ranged("launch", Kind.COUNTS)
 def launch_counts(lane: Lane, ids_TK: torch.Tensor) -> torch.Tensor:
     """Tell every peer how many slots go to each expert; return int32 `(W, E)` for the join to write."""
     layout = lane.layout
+    ids_TK = ids_TK.contiguous()
     counts_WE = ids_TK.new_empty((layout.world_size, layout.num_experts), dtype=torch.int32)
-    lane.begin(Kind.COUNTS, kernel_waits=True)
-    count(lane.channel, ids_TK.contiguous(), counts_WE.new_empty(layout.world_size), Kind.COUNTS)
-    barrier(lane.channel, counts_WE, arrive=True, leave=lane.channel.spins)
+    tally, sums = counts_WE.new_empty(layout.world_size), new_sums(lane.channel, ids_TK)
+    with lane.launch(Kind.COUNTS, ids_TK, tally, *sums, kernel_waits=True):
+        count(lane.channel, ids_TK, tally, sums, Kind.COUNTS)
+        barrier(lane.channel, counts_WE, arrive=True, leave=lane.channel.spins)
     return counts_WE
 
 
-@ranged("join", Kind.COUNTS)
 def join_counts(lane: Lane, counts_WE: torch.Tensor) -> None:
     """Wait for the counts of every rank; afterwards `counts_WE` holds them."""
     _leave(lane, Kind.COUNTS, counts_WE)
 
 
 def _leave(lane: Lane, kind: Kind, counts_WE: torch.Tensor | None) -> None:
-    lane.arrive(kind)
-    if not lane.channel.spins:
-        barrier(lane.channel, counts_WE, arrive=False, leave=True)
-    lane.end()
+    with lane.join(kind):
+        lane.arrive(kind)
+        if not lane.channel.spins:
+            barrier(lane.channel, counts_WE, arrive=False, leave=True)

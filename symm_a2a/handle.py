@@ -42,7 +42,13 @@ class PendingDispatch:
     def __init__(self, state: DispatchState, flying: Tensor, lane_number: int) -> None:
         self._state: DispatchState | None = state
         self._flying = flying
+        self._lane = state.lane.index
         self._lane_number = lane_number
+
+    @property
+    def lane(self) -> int:
+        """The lane's place in the arena."""
+        return self._lane
 
     def join(self) -> tuple[Tensor, Tensor, Handle]:
         """Wait for the rows; returns what `SymmTokenDispatcher.dispatch` does.
@@ -64,6 +70,12 @@ class PendingCombine:
     def __init__(self, state: CombineState, flying: Tensor) -> None:
         self._state: CombineState | None = state
         self._flying = flying
+        self._lane = state.lane.index
+
+    @property
+    def lane(self) -> int:
+        """The lane's place in the arena."""
+        return self._lane
 
     def join(self) -> Tensor:
         """Wait for the sums; returns what `SymmTokenDispatcher.combine` does.

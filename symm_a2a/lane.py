@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import numpy as np
 import torch
 
 from symm_a2a.diagnosis import Diagnosis
@@ -19,26 +18,20 @@ from symm_a2a.errors import (
     ExpertIdError,
     LaneBusyError,
 )
+from symm_a2a.host_wait import HostWait, channel_of
 from symm_a2a.kernels.blocks import blocks_for
-from symm_a2a.kernels.channel import (
-    EPOCH_SHIFT,
-    Cell,
-    Channel,
-    HostCounts,
-    Kind,
-    Report,
-    Wait,
-    state_cells,
-)
+from symm_a2a.kernels.channel import Cell, Channel, HostCounts, Kind, Report, state_cells
 from symm_a2a.kernels.credit import credit
-from symm_a2a.layout import FLAGS, ArenaLayout
+from symm_a2a.layout import ArenaLayout
 from symm_a2a.memory import SymmetricMemory
+from symm_a2a.ranges import profiled
 from symm_a2a.readback import RowCount, beside_the_caller, host_visible
+from symm_a2a.streams import LaneStream
+from symm_a2a.timeline import Recorder
+from symm_a2a.wire import bytes_to_others
 
 _POLLS_PER_SECOND = 1_000_000
 """Looks at a flag per second from a GPU; a wait in a kernel is bounded by their number."""
-
-_FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
 
 
 class Lane:
@@ -52,6 +45,9 @@ class Lane:
         overflow: `"raise"` or `"drop"`, see `EPConfig`.
         num_programs: the most programs that a kernel may have, see `EPConfig`.
         failures: shared by the lanes of an arena: when one fails, all refuse work.
+
+    Attributes:
+        recorder: notes the lane's exchanges; None while nobody wants to know.
     """
 
     def __init__(
@@ -79,6 +75,10 @@ class Lane:
         self._in_flight: Kind | None = None
         self._last_launch: Kind | None = None
         self._last_launch_captured = False
+        self._held: tuple[torch.Tensor, ...] = ()
+        self._stream = LaneStream(device)
+        self._arrived: float | None = None
+        self.recorder: Recorder | None = None
         mine = memory.arenas[memory.rank]
         polls = min(int(timeout * _POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0
         self.channel = Channel(
@@ -101,17 +101,26 @@ class Lane:
         self._status = self.channel.status.numpy()
         self._diagnosis = Diagnosis(index, memory, self.channel, timeout)
         self._rows = RowCount(device)
-        if memory.host_waits:
-            self._state = self.channel.state.numpy()
-            self._flags = {name: self.channel.local[name].numpy() for name in FLAGS}
+        self._host = (
+            HostWait(index, memory, self.channel, timeout, self._diagnosis) if memory.host_waits else None
+        )
 
-    def begin(self, kind: Kind, *, kernel_waits: bool = False) -> None:
-        """Open a launch: the lane is idle, and every peer has taken the last one's data.
+    @contextmanager
+    def launch(
+        self, kind: Kind, *holds: torch.Tensor, kernel_waits: bool = False, beside: bool = False
+    ) -> Iterator[None]:
+        """Open a launch, run its kernels inside, and close it.
+
+        When it is open the lane is idle and every peer has taken the last one's data, or a kernel makes
+        sure of that.
 
         Args:
             kind: what is launched.
+            *holds: what the kernels read and write; kept until the join.
             kernel_waits: whether the first kernel waits, in one program, for the peers to have
                 taken the last data; it does so where kernels may wait.
+            beside: run the kernels on the lane's own stream, beside the caller's until the join. Memory
+                has to be allocated before.
 
         Raises:
             LaneBusyError: an exchange of this lane has not been joined.
@@ -120,9 +129,27 @@ class Lane:
             ExchangeError: the lane has failed, now or before.
         """
         self.require_idle(kind)
-        if self.memory.host_waits:
-            launched = int(self._state[Cell.launched(scatters=kind.scatters)])
-            self._wait(f"{kind.direction}_free", launched, kind, Wait.CREDIT)
+        recorder, before = self.recorder, self._copies(kind)
+        begin = recorder and recorder.mark()
+        with self._profiled(kind, "launch", 1):
+            with self._stream.beside_caller() if beside else nullcontext():
+                self._begin(kind, kernel_waits)
+                self._held = holds
+                yield
+                after = self._copies(kind)
+                arrival = recorder.mark() if recorder is not None and self._on_gpu else None
+            self._depart(kind, before, after)
+        if recorder is not None:
+            copies = None if before is None or after is None else (before, after)
+            recorder.launched(
+                self.index, kind, self._epoch(kind), (begin, recorder.mark()), arrival, copies,
+                beside=beside or not self._on_gpu,
+            )  # fmt: skip
+
+    def _begin(self, kind: Kind, kernel_waits: bool) -> None:
+        if self._host is not None:
+            with self._waiting():
+                self._host.credit(kind)
         elif self.memory.spins:
             captured = self._on_gpu and torch.cuda.is_current_stream_capturing()
             # Where the directions alternate, the exchange joined in between implies the credit.
@@ -160,22 +187,60 @@ class Lane:
     def _alternates(self, kind: Kind) -> bool:
         return self._last_launch is None or self._last_launch.scatters != kind.scatters
 
-    def arrive(self, kind: Kind) -> None:
-        """Open a join: every peer's copies are here, or a kernel makes sure that they are.
+    @contextmanager
+    def join(self, kind: Kind) -> Iterator[None]:
+        """Open a join, run its kernels inside after `arrive`, and close it: the lane is idle again.
 
         Raises:
-            ExchangeError: a peer did not take part.
+            ExchangeError: what the lane's kernels have reported.
             ClosedError: the arena was closed while the exchange was in flight.
         """
         self._require_open()
-        if self.memory.host_waits:
-            launched = int(self._state[Cell.launched(scatters=kind.scatters)])
-            self._wait(f"{kind.direction}_ready", launched, kind, Wait.COPIES)
-
-    def end(self) -> None:
-        """Close a join: the lane is idle again, and what its kernels reported is raised."""
-        self._in_flight = None
+        recorder = self.recorder
+        begin = recorder and recorder.mark()
+        with self._profiled(kind, "join", 0):
+            yield
+        self._in_flight, self._held = None, ()
+        if recorder is not None:
+            recorder.joined(self.index, (begin, recorder.mark()), self._arrived)
         self.raise_reports()
+
+    def arrive(self, kind: Kind) -> None:
+        """Every peer's copies are here, for the kernels that follow in the caller's stream.
+
+        Raises:
+            ExchangeError: a peer did not take part.
+        """
+        self._stream.rejoin()
+        if self._host is not None:
+            with self._waiting():
+                self._host.copies(kind)
+            if self.recorder is not None:
+                self._arrived = self._host.arrival(kind)
+
+    def _profiled(self, kind: Kind, phase: str, ahead: int) -> AbstractContextManager[object]:
+        return profiled(phase, kind, self.index, self._epoch(kind) + ahead)
+
+    def _epoch(self, kind: Kind) -> int:
+        """Return the number of exchanges that the host has launched in a direction."""
+        return self.channel.counts.exchanges[kind.scatters]
+
+    def _copies(self, kind: Kind) -> torch.Tensor | None:
+        """Return what operations of a kind have sent to each rank so far, where anybody wants to know."""
+        emulated = self.memory.arrivals is not None and self.memory.arrivals.emulated
+        if not kind.moves_rows or (self.recorder is None and not emulated):
+            return None
+        start = Cell.COPIES + kind * self.layout.world_size
+        return self.channel.state[start : start + self.layout.world_size].clone()
+
+    def _depart(self, kind: Kind, before: torch.Tensor | None, after: torch.Tensor | None) -> None:
+        """Tell the peers when what was launched will have arrived, where the host can."""
+        if self.memory.arrivals is None or self._host is None:
+            return
+        W = self.layout.world_size
+        sent_W = [0] * W if before is None or after is None else (after - before).tolist()
+        nbytes = bytes_to_others(self.layout, kind, sent_W, self.memory.rank)
+        self.memory.arrivals.depart(channel_of(self.index, kind), self._host.launched(kind), nbytes)
 
     def start_row_count(self, pad_multiple: int) -> None:
         """Begin to read the number of rows to come, where that can run beside the launch."""
@@ -188,13 +253,13 @@ class Lane:
         Raises:
             ExchangeError: a peer's counts did not come.
         """
-        self._require_open()
-        if self.memory.host_waits:
-            self._wait("counts_ready", int(self._state[Cell.COUNTED]), Kind.DISPATCH, Wait.COUNTS)
+        if self._host is not None:
+            with self._waiting():
+                self._host.counts()
         if not self.memory.spins:
             self._rows.start(self.channel, pad_multiple)
         self.channel.counts.syncs += 1
-        with self._blocked():
+        with self._waiting():
             rows = self._rows.read()
         if rows < 0:
             self.raise_reports()
@@ -260,37 +325,15 @@ class Lane:
             raise ClosedError(f"expected an open arena, got lane {self.index} of one that was closed")
 
     @contextmanager
-    def _blocked(self) -> Iterator[None]:
-        """Count the time inside as time blocked."""
+    def _waiting(self) -> Iterator[None]:
+        """Count the time inside as time blocked; a peer that does not come fails the lanes."""
         begin = time.perf_counter()
         try:
             yield
+        except ExchangeError as error:
+            raise self.fail(error) from None
         finally:
             self.channel.counts.blocked += time.perf_counter() - begin
-
-    def _wait(self, flag: str, epoch: int, kind: Kind, wait: Wait) -> None:
-        """Sleep until every peer's flag has reached `epoch`."""
-        with self._blocked():
-            self._poll(flag, epoch, kind, wait)
-
-    def _poll(self, flag: str, epoch: int, kind: Kind, wait: Wait) -> None:
-        words, nap = self._flags[flag], _FIRST_NAP
-        deadline = time.monotonic() + self.timeout
-        while True:
-            missing = np.flatnonzero(words >> EPOCH_SHIFT < epoch)
-            if not missing.size:
-                return
-            evidence = self._diagnosis.evidence(kind, wait)
-            late = time.monotonic() > deadline
-            # Read again: a peer may have raised its flag, and gone on or ended, since.
-            missing = [int(peer) for peer in missing if words[peer] >> EPOCH_SHIFT < epoch]
-            error = self._diagnosis.blame(missing, evidence, kind, wait, epoch)
-            if error is not None:
-                raise self.fail(error)
-            if missing and late:
-                raise self.fail(self._diagnosis.timeout(missing, kind, wait, epoch))
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
 
 
 def _multiprocessors(device: torch.device) -> int:

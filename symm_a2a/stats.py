@@ -9,9 +9,8 @@ from typing import Any
 from symm_a2a.kernels.channel import Cell, Kind
 from symm_a2a.lane import Lane
 from symm_a2a.layout import ArenaLayout
+from symm_a2a.wire import copy_metadata_bytes, exchange_metadata_bytes
 
-FLAG_BYTES = 8
-COUNT_BYTES = 4
 _OF_ROWS = (Kind.DISPATCH, Kind.COMBINE, Kind.DISPATCH_BACKWARD, Kind.COMBINE_BACKWARD)
 
 
@@ -93,30 +92,6 @@ def stats_of(lanes: Iterable[Lane], layout: ArenaLayout) -> Stats:
         rows=rows, payload_bytes_W=payload_W, metadata_bytes_W=metadata_W,
         dropped_rows=dropped, symmetric_bytes=layout.nbytes,
     )  # fmt: skip
-
-
-def copy_metadata_bytes(layout: ArenaLayout, kind: Kind) -> int:
-    """Return what goes to a peer with each row besides its contents, in bytes.
-
-    A dispatch sends a header, K records of two words; its backward K score gradients. Each row is
-    padded to a multiple of 16 bytes.
-    """
-    pad = (layout.padded_hidden - layout.hidden_dim) * layout.dtype.itemsize
-    return pad + {
-        Kind.DISPATCH: 2 * layout.header_dtype.itemsize * layout.top_k,
-        Kind.DISPATCH_BACKWARD: layout.score_dtype.itemsize * layout.top_k,
-    }.get(kind, 0)
-
-
-def exchange_metadata_bytes(layout: ArenaLayout, kind: Kind) -> int:
-    """Return what goes to each peer in an exchange whatever the number of rows, in bytes.
-
-    The ready flag when it is launched, the free flag when it is joined; a scatter's counts flag; and a
-    dispatch's counts of all experts, or a broadcast's.
-    """
-    flags = 3 if kind.scatters else 2
-    counts = layout.num_experts if kind in (Kind.DISPATCH, Kind.COUNTS) else 0
-    return flags * FLAG_BYTES + counts * COUNT_BYTES
 
 
 def _minus(mine: Any, theirs: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,33 @@ from symm_a2a.errors import InputError, SymmA2AError
 from symm_a2a.handle import Handle
 from symm_a2a.memory import VirtualMemory, default_device
 from symm_a2a.ops.tie import tie
+
+Result = TypeVar("Result")
+
+
+class PendingOnAll(Generic[Result]):
+    """An exchange of every rank in flight; `join` waits for all."""
+
+    def __init__(self, pending: Sequence[Any], gather: Callable[[list[Any]], Result]) -> None:
+        self._pending = pending
+        self._gather = gather
+
+    @property
+    def lane(self) -> int:
+        """The lane it runs in."""
+        return self._pending[0].lane
+
+    def join(self) -> Result:
+        """Join every rank's exchange, and only then raise the first error: no lane is left busy."""
+        results, errors = [], []
+        for one in self._pending:
+            try:
+                results.append(one.join())
+            except SymmA2AError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return self._gather(results)
 
 
 class VirtualWorld:
@@ -41,9 +69,29 @@ class VirtualWorld:
         self.dispatchers = [SymmTokenDispatcher(cfg, arena=arena) for arena in self._arenas]
 
     def dispatch(
-        self, xs: Sequence[Tensor], scores: Sequence[Tensor], ids: Sequence[Tensor], *, lane: int = 0
+        self,
+        xs: Sequence[Tensor],
+        scores: Sequence[Tensor],
+        ids: Sequence[Tensor],
+        *,
+        lane: int | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Handle]]:
         """Dispatch on every rank; see `SymmTokenDispatcher.dispatch`."""
+        return self.dispatch_async(xs, scores, ids, lane=lane).join()
+
+    def combine(self, ys: Sequence[Tensor], handles: Sequence[Handle]) -> list[Tensor]:
+        """Combine on every rank; see `SymmTokenDispatcher.combine`."""
+        return self.combine_async(ys, handles).join()
+
+    def dispatch_async(
+        self,
+        xs: Sequence[Tensor],
+        scores: Sequence[Tensor],
+        ids: Sequence[Tensor],
+        *,
+        lane: int | None = None,
+    ) -> PendingOnAll[tuple[list[Tensor], list[Tensor], list[Handle]]]:
+        """Launch a dispatch on every rank; `join` on the result gives what `dispatch` returns."""
         self._require_ranks(xs=xs, scores=scores, ids=ids)
         for dispatcher, x, s, i in zip(self.dispatchers, xs, scores, ids, strict=True):
             dispatcher.require_dispatchable(x, s, i, lane)
@@ -53,11 +101,15 @@ class VirtualWorld:
             dispatcher.dispatch_async(x, s, i, lane=lane)
             for dispatcher, x, s, i in zip(self.dispatchers, xs, scores, ids, strict=True)
         ]
-        rows, counts, handles = zip(*_join_all(pending), strict=True)
-        return tie(list(rows)), list(counts), list(handles)
 
-    def combine(self, ys: Sequence[Tensor], handles: Sequence[Handle]) -> list[Tensor]:
-        """Combine on every rank; see `SymmTokenDispatcher.combine`."""
+        def gather(results: list[Any]) -> tuple[list[Tensor], list[Tensor], list[Handle]]:
+            rows, counts, handles = zip(*results, strict=True)
+            return tie(list(rows)), list(counts), list(handles)
+
+        return PendingOnAll(pending, gather)
+
+    def combine_async(self, ys: Sequence[Tensor], handles: Sequence[Handle]) -> PendingOnAll[list[Tensor]]:
+        """Launch a combine on every rank; `join` on the result gives what `combine` returns."""
         self._require_ranks(ys=ys, handles=handles)
         for dispatcher, y, handle in zip(self.dispatchers, ys, handles, strict=True):
             dispatcher.require_combinable(y, handle)
@@ -65,7 +117,30 @@ class VirtualWorld:
             dispatcher.combine_async(y, handle)
             for dispatcher, y, handle in zip(self.dispatchers, tie(list(ys)), handles, strict=True)
         ]
-        return tie(_join_all(pending))
+        return PendingOnAll(pending, tie)
+
+    @property
+    def num_lanes(self) -> int:
+        """Exchanges that can be in flight at once."""
+        return self.cfg.num_lanes
+
+    @contextmanager
+    def in_lane(self, lane: int) -> Iterator[None]:
+        """Let dispatches inside that name no lane take this one."""
+        with ExitStack() as stack:
+            for dispatcher in self.dispatchers:
+                stack.enter_context(dispatcher.in_lane(lane))
+            yield
+
+    def require_idle(self, lane: int | None = None) -> None:
+        """Raise where a rank has an exchange in flight in a lane, or in any, or can run none."""
+        for dispatcher in self.dispatchers:
+            dispatcher.require_idle(lane)
+
+    def give_up(self, reason: str) -> None:
+        """Let no rank take any further part; see `SymmTokenDispatcher.give_up`."""
+        for dispatcher in self.dispatchers:
+            dispatcher.give_up(reason)
 
     def _require_ranks(self, **lists: Sequence[Any]) -> None:
         for name, values in lists.items():
@@ -97,16 +172,3 @@ class VirtualWorld:
         except SymmA2AError:
             if kind is None:
                 raise
-
-
-def _join_all(pending: Sequence[Any]) -> list[Any]:
-    """Join every rank's exchange, and only then raise the first error: no lane is left busy."""
-    results, errors = [], []
-    for one in pending:
-        try:
-            results.append(one.join())
-        except SymmA2AError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return results

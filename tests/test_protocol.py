@@ -8,7 +8,7 @@ import torch
 import symm_a2a
 from symm_a2a import EPConfig, VirtualWorld, exchange
 from symm_a2a.kernels.channel import COPIES_MASK, EPOCH_SHIFT, LABEL_MASK, LABEL_SHIFT, Kind
-from symm_a2a.kernels.count import count
+from symm_a2a.kernels.count import count, new_sums
 from symm_a2a.testing import OpGuard
 
 W, E, K, D, T = 2, 4, 2, 6, 5
@@ -173,7 +173,7 @@ def test_the_row_count_waits_for_the_counts_and_not_for_the_rows(lanes):
     ids = torch.tensor([[0, 1], [3, -1], [2, 3]])
     tally = torch.zeros(W, dtype=torch.int32)
     for lane in lanes:
-        count(lane.channel, ids, tally)
+        count(lane.channel, ids, tally, new_sums(lane.channel, ids))
     for lane, expected in zip(lanes, (2 * W, 3 * W), strict=True):
         assert lane.row_count(pad_multiple=1) == expected
         assert not lane.channel.local["scatter_ready"].any()

@@ -17,6 +17,7 @@ not depend on their input.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -33,7 +34,13 @@ Result = TypeVar("Result")
 
 
 class _Joinable(Generic[Result]):
-    """An exchange that is already done; `join` gives its result, once."""
+    """An exchange that is already done; `join` gives its result, once.
+
+    Attributes:
+        lane: None; there are no lanes here.
+    """
+
+    lane = None
 
     def __init__(self, result: Result) -> None:
         """Hold the result until it is joined."""
@@ -137,7 +144,7 @@ class AllToAllTokenDispatcher:
         topk_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor | None = None,
         *,
-        lane: int = 0,
+        lane: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, AllToAllHandle]:
         """Send every token to its experts' ranks; the host waits for the counts.
 
@@ -244,7 +251,7 @@ class AllToAllTokenDispatcher:
         topk_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor | None = None,
         *,
-        lane: int = 0,
+        lane: int | None = None,
     ) -> _Joinable[tuple[torch.Tensor, torch.Tensor, AllToAllHandle]]:
         """Run `dispatch` and return an object whose `join()` gives its result, once.
 
@@ -259,6 +266,30 @@ class AllToAllTokenDispatcher:
     ) -> _Joinable[torch.Tensor]:
         """Run `combine` and return an object whose `join()` gives its result, once."""
         return _Joinable(self.combine(y_RD, handle, x_TD))
+
+    @property
+    def num_lanes(self) -> int:
+        """Exchanges that may be in flight at once, as the config has it; here they end where they begin."""
+        return self.cfg.num_lanes
+
+    def in_lane(self, lane: int) -> AbstractContextManager[None]:
+        """Do nothing: there are no lanes here."""
+        del lane
+        return nullcontext()
+
+    def require_idle(self, lane: int | None = None) -> None:
+        """Raise `ClosedError` after `close`; nothing is ever in flight here."""
+        del lane
+        self._check_open()
+
+    def give_up(self, reason: str) -> None:
+        """Refuse further use; peers that wait for this rank wait as long as the group's own timeout.
+
+        Args:
+            reason: not kept.
+        """
+        del reason
+        self.close()
 
     def warmup(self) -> None:
         """Run one step, forward and backward, that sends a row to every rank if the capacity allows.

@@ -44,6 +44,11 @@ class Kind(IntEnum):
         return self not in (Kind.COMBINE, Kind.DISPATCH_BACKWARD)
 
     @property
+    def moves_rows(self) -> bool:
+        """Whether copies of rows go from rank to rank."""
+        return self <= Kind.COMBINE_BACKWARD
+
+    @property
     def direction(self) -> str:
         """Whose flags it raises: "scatter" or "gather", as the regions are named."""
         return "scatter" if self.scatters else "gather"

@@ -62,9 +62,23 @@ def _count_kernel(
             report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
 
 
+Sums = tuple[torch.Tensor, torch.Tensor]
+"""Int32: slots per token block and expert `(blocks, E)`, copies per token block and peer `(blocks, W)`."""
+
+
+def new_sums(channel: Channel, ids_TK: torch.Tensor) -> Sums:
+    """Return memory for what `count` makes of `ids_TK`, unwritten."""
+    num_blocks = max(1, triton.cdiv(ids_TK.shape[0], channel.blocks.tokens))
+    W, E = channel.layout.world_size, channel.layout.num_experts
+    return (
+        ids_TK.new_empty((num_blocks, E), dtype=torch.int32),
+        ids_TK.new_empty((num_blocks, W), dtype=torch.int32),
+    )
+
+
 def count(
-    channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor, kind: Kind = Kind.DISPATCH
-) -> tuple[torch.Tensor, torch.Tensor]:
+    channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor, sums: Sums, kind: Kind = Kind.DISPATCH
+) -> None:
     """Count this rank's slots and copies, and send the counts to every peer.
 
     Needs nothing but the lane at rest. When the kernel has run, `tally[:W]` holds the copies
@@ -74,11 +88,8 @@ def count(
         channel: the lane.
         ids_TK: int32 or int64, contiguous; -1 masks a slot.
         tally: int32 `(2 W + L + 1,)`, of which the first `W` are written.
+        sums: written; `scatter` places the slots by them.
         kind: `DISPATCH`, or `COUNTS` where no rows follow.
-
-    Returns:
-        Slots per token block and expert, int32 `(blocks, E)`, and copies per token block and
-        peer, int32 `(blocks, W)`; `scatter` places the slots by them.
 
     Example:
         >>> import symm_a2a
@@ -86,7 +97,9 @@ def count(
         >>> world = symm_a2a.VirtualWorld(symm_a2a.EPConfig(**sizes, dtype=torch.float32), 2, "cpu")
         >>> channels = [d.arena.lanes[0].channel for d in world.dispatchers]
         >>> tally = torch.zeros(2 * 2 + 1 + 1, dtype=torch.int32)
-        >>> expert_sums, peer_sums = count(channels[0], torch.tensor([[1, 1], [0, -1]]), tally)
+        >>> ids = torch.tensor([[1, 1], [0, -1]])
+        >>> expert_sums, peer_sums = sums = new_sums(channels[0], ids)
+        >>> count(channels[0], ids, tally, sums)
         >>> expert_sums.tolist(), peer_sums.tolist()
         ([[1, 2]], [[1, 1]])
         >>> channels[1].local["counts"].tolist()
@@ -94,10 +107,8 @@ def count(
     """
     layout = channel.layout
     blocks = channel.blocks
-    T = ids_TK.shape[0]
-    num_blocks = max(1, triton.cdiv(T, blocks.tokens))
-    expert_sums = ids_TK.new_empty((num_blocks, layout.num_experts), dtype=torch.int32)
-    peer_sums = ids_TK.new_empty((num_blocks, layout.world_size), dtype=torch.int32)
+    expert_sums, peer_sums = sums
+    T, num_blocks = ids_TK.shape[0], expert_sums.shape[0]
     channel.launch(_count_kernel, num_blocks, blocks.residency.count)(
         ids_TK, tally, expert_sums, peer_sums,
         channel.peers_W, channel.local["scatter_free"], channel.abort_W, channel.state, channel.status,
@@ -108,4 +119,3 @@ def count(
         W=layout.world_size, W_PAD=padded(layout.world_size),
         BLOCK_T=blocks.tokens, BLOCK_W=blocks.peers, BLOCK_S=blocks.sums,
     )  # fmt: skip
-    return expert_sums, peer_sums

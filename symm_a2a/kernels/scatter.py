@@ -243,12 +243,12 @@ def scatter(
         copy_of_slot_TK: int32, `peer * C + copy` of each slot, or -1; written by a dispatch.
         tally: int32 `(2 W + L + 1,)`; the first `W` are the copies for each peer.
         slots: for a dispatch `(ids_TK, scores_TK)`, contiguous, the scores of the layout's score dtype.
-        sums: as `count` returned them; None to count here, at most `SMALL_TOKENS` tokens, and write
+        sums: as `count` wrote them; None to count here, at most `SMALL_TOKENS` tokens, and write
             the first `W` of the tally.
 
     Example:
         >>> import symm_a2a
-        >>> from symm_a2a.kernels.count import count
+        >>> from symm_a2a.kernels.count import count, new_sums
         >>> sizes = dict(num_experts=2, top_k=2, hidden_dim=2, max_tokens_per_rank=2)
         >>> world = symm_a2a.VirtualWorld(symm_a2a.EPConfig(**sizes, dtype=torch.float32), 2, "cpu")
         >>> lanes = [dispatcher.arena.lanes[0] for dispatcher in world.dispatchers]
@@ -257,7 +257,8 @@ def scatter(
         >>> tally = torch.zeros(2 * 2 + 1 + 1, dtype=torch.int32)
         >>> of_peer, of_slot = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
         >>> channel, theirs = lanes[0].channel, lanes[1].channel.local
-        >>> sums = count(channel, ids, tally)
+        >>> sums = new_sums(channel, ids)
+        >>> count(channel, ids, tally, sums)
         >>> scatter(channel, Kind.DISPATCH, x, of_peer, of_slot, tally, (ids, scores), sums)
         >>> of_peer.tolist(), of_slot.tolist()
         ([[-1, 0], [0, -1]], [[2, 2], [0, -1]])

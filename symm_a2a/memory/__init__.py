@@ -10,12 +10,15 @@ import torch.distributed as dist
 from symm_a2a.errors import EnvironmentUnsupportedError
 from symm_a2a.memory.base import SymmetricMemory
 from symm_a2a.memory.group import require_agreement, require_one_machine
+from symm_a2a.memory.link import Arrivals, Link
 from symm_a2a.memory.virtual import VirtualMemory
 
 Backend = Literal["cuda", "host", "virtual"]
 
 __all__ = [
+    "Arrivals",
     "Backend",
+    "Link",
     "SymmetricMemory",
     "VirtualMemory",
     "choose_backend",
@@ -67,6 +70,8 @@ def create_memory(
     device: torch.device,
     group: dist.ProcessGroup | None,
     backend: Backend | None = None,
+    num_lanes: int = 0,
+    link: Link | None = None,
 ) -> SymmetricMemory:
     """Allocate and map symmetric memory over a group; collective, except for a group of one.
 
@@ -75,6 +80,8 @@ def create_memory(
         device: where this rank's kernels run.
         group: the ranks; None for a group of one.
         backend: `"cuda"`, `"host"` or `"virtual"`; None chooses by device and group.
+        num_lanes: lanes of the arena.
+        link: to emulate between processes; None for none.
 
     Raises:
         EnvironmentUnsupportedError: the backend cannot work here; nothing else is tried.
@@ -82,6 +89,11 @@ def create_memory(
     world_size = 1 if group is None else dist.get_world_size(group)
     chosen = backend or choose_backend(device, world_size)[0]
     _require_supported(chosen, device, world_size)
+    if link is not None and chosen != "host":
+        raise EnvironmentUnsupportedError(
+            f"expected no link to emulate with backend {chosen!r}, got {link}; only ranks that are CPU "
+            'processes have one, backend "host"'
+        )
     if chosen == "virtual" or group is None:
         return VirtualMemory.world(1, nbytes, device)[0]
     require_one_machine(group)
@@ -91,4 +103,4 @@ def create_memory(
         return CudaMemory(group, nbytes, device)
     from symm_a2a.memory.host import HostMemory
 
-    return HostMemory(group, nbytes)
+    return HostMemory(group, nbytes, num_lanes, link)

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from symm_a2a.memory.link import Arrivals
+
 
 class SymmetricMemory(Protocol):
     """One rank's share of a symmetric allocation.
@@ -26,6 +28,11 @@ class SymmetricMemory(Protocol):
     arenas: list[torch.Tensor]
     host_waits: bool
     spins: bool
+
+    @property
+    def arrivals(self) -> Arrivals | None:
+        """When messages arrive, where the senders can say so; else None."""
+        ...
 
     def lost_peers(self) -> list[int]:
         """Return the ranks whose process is known to have ended."""

@@ -28,6 +28,7 @@ class CudaMemory:
     backend = "cuda"
     host_waits = False
     spins = True
+    arrivals = None
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem

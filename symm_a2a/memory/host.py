@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from symm_a2a.errors import EnvironmentUnsupportedError
 from symm_a2a.memory.group import exchange, require_everyone
+from symm_a2a.memory.link import Arrivals, Link
 
 _FOLDER = "/dev/shm"
 
@@ -84,6 +85,8 @@ class HostMemory:
     Args:
         group: the ranks, processes of one machine; all of them call this.
         nbytes: bytes of each rank's arena.
+        num_lanes: lanes, each with two channels of `Arrivals`.
+        link: to emulate; None for none.
 
     Raises:
         EnvironmentUnsupportedError: a segment could not be made or mapped, on any rank.
@@ -93,24 +96,30 @@ class HostMemory:
     host_waits = True
     spins = False
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, nbytes: int, num_lanes: int = 0, link: Link | None = None
+    ) -> None:
         self.rank = dist.get_rank(group)
         self.device = torch.device("cpu")
         self.arenas: list[torch.Tensor] = []
+        self.arrivals: Arrivals | None = None
         self._watched: dict[int, int] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._watched)
+        channels = 2 * num_lanes
+        arrivals_bytes = channels * dist.get_world_size(group) * torch.int64.itemsize
+        segments: list[torch.Tensor] = []
         # Every rank knows every name before there is a segment: whoever is left can clean up.
         peers = [m.rsplit("|", 1) for m in exchange(group, f"{_draw_path()}|{os.getpid()}")]
         error = None
         try:
             try:
-                os.close(_create_segment(peers[self.rank][0], nbytes))
+                os.close(_create_segment(peers[self.rank][0], nbytes + arrivals_bytes))
             except (OSError, EnvironmentUnsupportedError) as raised:
                 error = raised
             require_everyone(group, error)
             try:
                 for peer, (path, pid) in enumerate(peers):
-                    self._map_peer(peer, path, int(pid), nbytes)
+                    segments.append(self._map_peer(peer, path, int(pid), nbytes + arrivals_bytes))
             except (OSError, EnvironmentUnsupportedError) as raised:
                 error = raised
             # Nobody unlinks before everybody has mapped.
@@ -120,16 +129,20 @@ class HostMemory:
             _unlink(path for path, _ in peers)
             raise
         _unlink([peers[self.rank][0]])
+        self.arenas = [segment[:nbytes] for segment in segments]
+        words = [segment[nbytes:].view(torch.int64).view(channels, len(peers)) for segment in segments]
+        self.arrivals = Arrivals(self.rank, words, link)
 
-    def _map_peer(self, peer: int, path: str, pid: int, nbytes: int) -> None:
+    def _map_peer(self, peer: int, path: str, pid: int, nbytes: int) -> torch.Tensor:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            self.arenas.append(_as_tensor(_map_segment(fd, nbytes)))
+            segment = _as_tensor(_map_segment(fd, nbytes))
         finally:
             os.close(fd)
         watch = _watch(pid)
         if watch is not None:
             self._watched[peer] = watch
+        return segment
 
     def lost_peers(self) -> list[int]:
         """Return the ranks whose process has ended: their descriptors are readable then."""
@@ -146,4 +159,5 @@ class HostMemory:
         """
         del failed
         self.arenas.clear()
+        self.arrivals = None
         self._finalizer()

@@ -15,6 +15,7 @@ class VirtualMemory:
     backend = "virtual"
     host_waits = False
     spins = False
+    arrivals = None
 
     def __init__(self, rank: int, arenas: list[torch.Tensor]) -> None:
         self.rank = rank

@@ -79,7 +79,9 @@ class _DispatchLaunch(torch.autograd.Function):
         ctx: Any, state: DispatchState, x: Tensor, scores: Tensor, ids: Tensor, anchor: Tensor
     ) -> Tensor:
         ctx.state = state
-        state.flight = launch_dispatch(state.lane, x, scores, ids, state.capacity, state.pad_multiple)
+        state.flight = launch_dispatch(
+            state.lane, x, scores, ids, state.capacity, state.pad_multiple, beside=True
+        )
         return x.new_empty(1, dtype=torch.float32)
 
     @staticmethod
@@ -112,7 +114,8 @@ class _DispatchJoin(torch.autograd.Function):
         routing = Routing(*ctx.saved_tensors)
         if grad_rows is None:
             grad_rows = torch.zeros(ctx.rows_shape, dtype=state.lane.layout.dtype, device=state.lane.device)
-        state.backward = launch_dispatch_backward(state.lane, grad_rows, grad_scores, routing), routing
+        rows = launch_dispatch_backward(state.lane, grad_rows, grad_scores, routing, beside=True)
+        state.backward = rows, routing
         return None, state.anchor.detach()
 
 
@@ -121,7 +124,7 @@ class _CombineLaunch(torch.autograd.Function):
     def forward(ctx: Any, state: CombineState, y: Tensor, score_of_copy: Tensor, token: Tensor) -> Tensor:
         ctx.state = state
         assert state.routing is not None, "a combine follows a dispatch"
-        state.flight = launch_combine(state.lane, y, state.routing)
+        state.flight = launch_combine(state.lane, y, state.routing, beside=True)
         state.flight_version = _version(state.flight)
         return torch.empty_like(token)
 
@@ -159,7 +162,8 @@ class _CombineJoin(torch.autograd.Function):
         state: CombineState = ctx.state
         y, *routing = ctx.saved_tensors
         routing = Routing(*routing)
-        state.backward = launch_combine_backward(state.lane, grad_out, routing), y, routing
+        grad_out = launch_combine_backward(state.lane, grad_out, routing, beside=True)
+        state.backward = grad_out, y, routing
         return None, state.zero
 
 
