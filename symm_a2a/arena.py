@@ -150,7 +150,8 @@ class Arena:
             return
         self.closed = True
         self._finalizer.detach()
-        failed = failed or bool(self._failures)
+        # A peer may wait, or will, for what this rank has launched and never joins.
+        failed = failed or bool(self._failures) or any(lane.in_flight for lane in self.lanes)
         if failed:
             self.lanes[0].abort()
         lanes = list(self.lanes)

@@ -76,7 +76,7 @@ class Lane:
         self._last_launch: Kind | None = None
         self._last_launch_captured = False
         self._held: tuple[torch.Tensor, ...] = ()
-        self._stream = LaneStream(device)
+        self._stream = LaneStream(device, exists=self._on_gpu and memory.spins)
         self._arrived: float | None = None
         self.recorder: Recorder | None = None
         mine = memory.arenas[memory.rank]
@@ -143,7 +143,7 @@ class Lane:
             copies = None if before is None or after is None else (before, after)
             recorder.launched(
                 self.index, kind, self._epoch(kind), (begin, recorder.mark()), arrival, copies,
-                beside=beside or not self._on_gpu,
+                beside=not self._on_gpu or (beside and self._stream.exists),
             )  # fmt: skip
 
     def _begin(self, kind: Kind, kernel_waits: bool) -> None:
@@ -315,6 +315,11 @@ class Lane:
         with beside_the_caller(self.memory.device):
             for arena in self.memory.arenas:
                 self.layout.abort.view(arena, 0)[self.memory.rank] = self.index + 1
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an exchange has been launched and not joined."""
+        return self._in_flight is not None
 
     def close(self) -> None:
         """Refuse any further use; what is in flight cannot be joined any more."""

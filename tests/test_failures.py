@@ -145,6 +145,24 @@ def test_an_exception_on_one_rank_ends_the_others_at_once():
     assert seconds < 10, "well before the timeout"
 
 
+def closes_while_in_flight(rank, group):
+    dispatcher = SymmTokenDispatcher(config(timeout=60), group)
+    pending = dispatcher.dispatch_async(*inputs(rank, 0, torch.float32, "cpu", tokens=4))
+    dist.barrier(group)
+    if rank == 1:
+        return dispatcher.close()
+    rows, _, handle = pending.join()
+    begin = time.monotonic()
+    with pytest.raises(symm_a2a.PeerLostError, match="peer 1 gave up before it took part"):
+        dispatcher.combine(rows, handle)
+    return time.monotonic() - begin
+
+
+def test_closing_with_an_exchange_in_flight_ends_the_others_at_once():
+    """What this rank never joins it also never combines, and the others need not time out to learn it."""
+    assert run_ranks(closes_while_in_flight, 2, timeout=30)[0] < 10
+
+
 def skips_its_backward(rank, group, how):
     dispatcher = SymmTokenDispatcher(config(), group)
     x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=5)

@@ -49,7 +49,7 @@ def parts_for(device: str) -> tuple[Part, ...]:
     worlds["syncs"] = Task(f"{__package__}.syncs:run")
     ranks = {
         f"ranks-{name}": Task(f"{__package__}.processes:run", (name,))
-        for name in ("exact", "static", "graph", "missing")
+        for name in ("exact", "static", "domino", "graph", "missing")
     }
     times = {f"times-{name}": Task(f"{__package__}.times:run", (name,)) for name in TIMED}
     times["overhead"] = Task(f"{__package__}.overhead:run")

@@ -6,6 +6,8 @@ On a CPU the same over shared memory, where the host waits.
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,10 @@ from bench.gpu_check.cases import between_ranks, poison
 from bench.gpu_check.graphs import REPLAYS, REPLAYS_ON_CPU, Buffers, numbered
 from bench.gpu_check.journal import Journal
 from bench.gpu_check.launches import repeatable
-from symm_a2a import PeerTimeoutError, SymmTokenDispatcher
+from symm_a2a import Domino, PeerTimeoutError, SymmTokenDispatcher, Timeline
 from symm_a2a.check.cases import Round
-from symm_a2a.check.flow import run_round
-from symm_a2a.check.inputs import draw_inputs, place
+from symm_a2a.check.flow import Outcome, experts, run_round
+from symm_a2a.check.inputs import Tensors, draw_inputs, place
 from symm_a2a.testing import run_ranks
 
 W = 2
@@ -32,12 +34,13 @@ Found = dict[str, Any]
 
 
 def run(journal: Journal, device: str, name: str) -> None:
-    """Run the ranks `"exact"`, `"static"`, `"graph"` or `"missing"`, and note what they found."""
+    """Run the ranks `"exact"`, `"static"`, `"domino"`, `"graph"` or `"missing"`, and note what they found."""
     begin, shared = time.perf_counter(), "cuda:0" if device != "cpu" else device
     results: list[dict[str, Found]] = []
     calls = {
         "exact": (against_reference, "exact"),
         "static": (against_reference, STATIC),
+        "domino": (interleaved,),
         "graph": (replayed,),
         "missing": (one_is_missing,),
     }
@@ -91,6 +94,42 @@ def against_reference(rank: int, group: dist.ProcessGroup, device: str, capacity
         wrong = not torch.equal(counts_WE, expected)
         result["counts of all ranks"] = _found([f"rank {rank}: {counts_WE}, not {expected}"] * wrong, begin)
     return result
+
+
+def interleaved(rank: int, group: dist.ProcessGroup, device: str) -> Found:
+    """Be a rank that interleaves three micro-batches over two lanes, on streams of their own on a GPU."""
+    planned, result = between_ranks(STATIC), {}
+    with SymmTokenDispatcher(planned.config(), group, device=device) as dispatcher:
+        dispatcher.warmup()
+
+        def layer(leaf: Tensors) -> Generator[Any, Any, Outcome]:
+            rows, counts, handle = yield dispatcher.dispatch_async(leaf.x, leaf.scores, leaf.ids)
+            out = yield dispatcher.combine_async(experts(rows, counts, leaf, constant=False), handle)
+            return Outcome(leaf, rows.detach(), counts, out)
+
+        for title in ("micro-batches interleaved", "micro-batches interleaved, recorded"):
+            begin = time.perf_counter()
+            oracles = [Oracle(planned, step) for step in planned.steps]
+            leaves = [
+                place(oracle.inputs[rank], step, rank, torch.device(device))
+                for oracle, step in zip(oracles, planned.steps, strict=True)
+            ]
+            poison(device)
+            with dispatcher.record() if "recorded" in title else nullcontext() as recording:
+                outcomes = Domino(dispatcher, len(leaves)).run(layer, leaves)
+                torch.autograd.backward([o.out for o in outcomes], [leaf.grad_out for leaf in leaves])
+            pairs = zip(oracles, outcomes, strict=True)
+            found = [text for o, outcome in pairs for text in o.differences(rank, outcome)]
+            notes = {} if recording is None else _flights(recording.timeline)
+            result[title] = _found(found, begin, **notes)
+    return result
+
+
+def _flights(timeline: Timeline) -> dict[str, float]:
+    """Return the milliseconds in flight and exposed; ranks that share a device take turns on it."""
+    stats = timeline.stats().items()
+    in_flight = {f"ms in flight, {name}": round(found.in_flight * 1e3, 3) for name, found in stats}
+    return in_flight | {f"ms exposed, {name}": round(found.exposed * 1e3, 3) for name, found in stats}
 
 
 def replayed(rank: int, group: dist.ProcessGroup, device: str) -> Found:
