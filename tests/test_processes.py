@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import symm_a2a
 from symm_a2a import SymmTokenDispatcher
 from symm_a2a.baselines import AllToAllTokenDispatcher
 from symm_a2a.testing import run_ranks
@@ -246,3 +247,34 @@ def waits_in_kernels(rank, group, capacity):
 @pytest.mark.parametrize("capacity", ["exact", 3 * C * K])
 def test_kernels_that_wait_as_on_a_gpu(capacity):
     assert run_ranks(waits_in_kernels, 2, capacity) == [True, True]
+
+
+def interleaves(rank, group):
+    wait_as_on_a_gpu()
+    given = [inputs(rank, step, torch.float64, "cpu") for step in range(3)]
+    results = []
+    for together in (False, True):
+        weight = weights(rank, 2, torch.float64, "cpu").requires_grad_()
+        with SymmTokenDispatcher(config(dtype=torch.float64), group) as dispatcher:
+
+            def layers(x, scores, ids, dispatcher=dispatcher, weight=weight):
+                for _ in range(2):
+                    rows, counts, handle = yield dispatcher.dispatch_async(x, scores, ids)
+                    time.sleep(0.02 * rank)
+                    x = x + (yield dispatcher.combine_async(apply_experts(rows, counts, weight), handle))
+                return x
+
+            if together:
+                outs = symm_a2a.Domino(dispatcher, 3).run(layers, given)
+            else:
+                outs = [symm_a2a.Domino(dispatcher, 1).run(layers, [one])[0] for one in given]
+            torch.cat(outs).square().sum().backward()
+        results.append((torch.cat(outs).detach(), weight.grad))
+    (alone, alone_grad), (interleaved, interleaved_grad) = results
+    assert torch.equal(alone, interleaved)
+    torch.testing.assert_close(alone_grad, interleaved_grad, rtol=0, atol=1e-12)
+    return True
+
+
+def test_micro_batches_interleaved_over_kernels_that_wait_as_on_a_gpu():
+    assert run_ranks(interleaves, 2) == [True, True]
