@@ -173,8 +173,8 @@ def _launch_others(
     slots = ids_TK, scores_TK.to(layout.score_dtype)
     sums = new_sums(channel, ids_TK)
     count(channel, ids_TK, tally, sums)
-    for sums in (sums, None):
-        scatter(channel, Kind.DISPATCH, x_TD, *routing, slots=slots, sums=sums)
+    for counted in (sums, None):
+        scatter(channel, Kind.DISPATCH, x_TD, *routing, slots=slots, sums=counted)
     row_count(channel, torch.zeros(1, dtype=torch.int64), pad_multiple)
     credit(channel, Kind.COMBINE)
     for counts_WE in (channel.local["counts"], None):
