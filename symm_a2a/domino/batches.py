@@ -54,17 +54,20 @@ def token_shares(
         device: where the group's backend wants its tensors.
 
     Raises:
-        InputError: a negative number.
+        InputError: something else than numbers of tokens, on the rank that gave it; the others get shares
+            without it.
 
     Example:
         >>> token_shares([3, 1, 0])
         [0.75, 0.25, 0.0]
     """
-    if any(tokens < 0 for tokens in num_tokens):
-        raise InputError(f"expected numbers of tokens, got {list(num_tokens)}")
-    total = sum(num_tokens)
+    sound = all(isinstance(tokens, int) and tokens >= 0 for tokens in num_tokens)
+    total = sum(num_tokens) if sound else 0
     if group is not None:
         counted = torch.tensor(total, dtype=torch.int64, device=device)
         dist.all_reduce(counted, group=group)
         total = int(counted)
+    if not sound:
+        # Only now: the other ranks are in the same collective.
+        raise InputError(f"expected numbers of tokens, each an int and not negative, got {list(num_tokens)}")
     return [tokens / total if total else 0.0 for tokens in num_tokens]

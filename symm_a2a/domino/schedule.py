@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -153,7 +153,7 @@ class Domino:
         while waiting or flying:
             if waiting and lanes:
                 index, given = waiting.popleft()
-                batch, result = _MicroBatch(index, lanes.popleft(), _start(block, given)), None
+                batch, result = _start(block, given, index, lanes.popleft()), None
                 started.append(batch)
             else:
                 batch = flying.popleft()
@@ -204,14 +204,17 @@ class Domino:
             ) from error
 
 
-def _start(block: Callable[..., Any], given: Any) -> Generator[Any, Any, Any]:
+def _start(block: Callable[..., Any], given: Any, index: int, lane: int) -> _MicroBatch:
+    before = modes()
     steps = block(*given) if isinstance(given, tuple) else block(given)
     if not isinstance(steps, Generator):
         raise InputError(
             f"expected the block to be a generator (it yields its exchanges), got one that returned "
             f"{type(steps).__name__}"
         )
-    return steps
+    batch = _MicroBatch(index, lane, steps)
+    _require_same(before, batch, "its start")
+    return batch
 
 
 def _require_same(before: dict[str, Any], batch: _MicroBatch, where: str) -> None:
@@ -225,6 +228,7 @@ def _require_same(before: dict[str, Any], batch: _MicroBatch, where: str) -> Non
 
 
 def _close(started: list[_MicroBatch]) -> None:
-    """Close the generators, the last resumed first, so that modes are left in order."""
+    """Close the generators, the last started first; what their clean-up raises would hide the reason."""
     for batch in reversed(started):
-        batch.steps.close()
+        with suppress(Exception):
+            batch.steps.close()
