@@ -17,6 +17,7 @@ from bench.dispatchers import DISPATCHERS
 from bench.train import command, meter
 from bench.train.agreement import CALM, MOST_MOVED, compare
 from bench.train.corpus import draw_windows
+from bench.train.in_turn import Synchronous
 from bench.train.options import Options
 from bench.train.ranks import Trainer, exchange_config, train_rank
 from bench.train.results import Training
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 TINY = Options(ranks=2, steps=3, tokens=16, context=8, layers=2, experts=4, top_k=2, dim=16)
 
 
-class OneProcess:
+class OneProcess(Synchronous):
     """All experts in this process, by indexing: what any dispatcher is to be equal to."""
 
     def dispatch(self, x_TD, scores_TK, ids_TK):
@@ -48,7 +49,7 @@ def two_steps(trainer):
     for number in range(2):
         losses.append(trainer.step(number))
         grads.append({name: p.grad.clone() for name, p in named.items()})
-        loads.append(trainer.model.load_E().tolist())
+        loads.append(trainer.load_E.tolist())
     return losses, grads, {name: p.detach() for name, p in named.items()}, loads
 
 
@@ -158,6 +159,8 @@ def test_one_dispatcher_alone(tmp_path):
         ({"top_k": 5}, "at most --experts 4, got 5"),
         ({"dim": 20}, "multiple of 16, got 20"),
         ({"steps": 0}, "positive --steps, got 0"),
+        ({"link": "fast"}, "expected --link latency=SECONDS,gbps=NUMBER or one of the two, got 'fast'"),
+        ({"link": "gbps=1", "dispatcher": "all_to_all"}, "expected --link with --dispatcher symm or both"),
     ],
 )
 def test_options_that_do_not_fit(change, message, tmp_path, capsys):
@@ -250,7 +253,7 @@ def test_meter_counts_exchanges_alone(monkeypatch):
     assert metered.sent_W.tolist() == [7]
 
 
-@pytest.mark.parametrize("name", ["agreement", "corpus", "picture"])
+@pytest.mark.parametrize("name", ["agreement", "corpus", "in_turn", "link", "picture", "schedule_results"])
 def test_examples(name):
     module = importlib.import_module(f"bench.train.{name}")
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -34,7 +34,7 @@ def test_the_example_of_the_readme_runs(tmp_path):
 
 
 def test_the_code_of_the_page_on_domino_runs(tmp_path):
-    """From top to bottom, as one program; it shows the hidden share of a group of one, and writes two files."""
+    """From top to bottom, as one program; it adds up what was hidden, and writes two files."""
     shown = run(tmp_path, "\n".join([*code_of(ROOT / "docs" / "domino.md"), "print(sorted(hidden))"]))
     assert shown == "['backward', 'forward']\n"
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

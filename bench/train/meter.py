@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bench.train.in_turn import Synchronous
 from symm_a2a import Handle
 
 
@@ -42,8 +43,8 @@ class _StopInBackward(_StartInBackward):
         return grads[0], None
 
 
-class MeteredDispatcher:
-    """Passes calls on to a dispatcher, and keeps count.
+class MeteredDispatcher(Synchronous):
+    """Passes calls on to a dispatcher, exchanges without an overlap, and keeps count.
 
     The backward of an exchange is what autograd runs between the node after it and the node before it:
     autograd takes the nodes of one thread in the reverse of their order, so nothing else is in there.

@@ -1,18 +1,22 @@
 """A byte-level transformer, small enough to learn English-looking statistics in a minute on a CPU.
 
-Shape letters: `B` sequences, `S` tokens of one, `D` elements of a token's row.
+Its forward is a generator over one micro-batch; `whole_batch` makes one loss of what all of them return.
+
+Shape letters: `B` sequences, `S` tokens of one, `D` elements of a token's row, `E` experts, `N` layers,
+`M` micro-batches.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from bench.train.moe import Experts, MoE
+from bench.train.moe import Experts, MoE, Routed
 from bench.train.options import HEAD_DIM, Options
 
 VOCABULARY = 256
@@ -39,11 +43,11 @@ class Block(nn.Module):
 
     def forward(
         self, x_BSD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `(B, S, D)`, and the imbalance of the experts."""
+    ) -> Generator[Any, Any, tuple[torch.Tensor, Routed]]:
+        """Return `(B, S, D)`, and what the router did; yields the experts' exchanges."""
         x_BSD = x_BSD + self._attend(normalize(x_BSD), cos, sin)
-        out_TD, imbalance = self.moe(normalize(x_BSD).flatten(0, 1))
-        return x_BSD + out_TD.view_as(x_BSD), imbalance
+        out_TD, routing = yield from self.moe(normalize(x_BSD).flatten(0, 1))
+        return x_BSD + out_TD.view_as(x_BSD), routing
 
     def _attend(self, x_BSD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         heads = F.linear(x_BSD, self.qkv).unflatten(-1, (3, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
@@ -82,22 +86,21 @@ class Model(nn.Module):
         self.register_buffer("cos", angle.cos())
         self.register_buffer("sin", angle.sin())
 
-    def forward(self, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss of predicting each next byte, in nats, and the layers' summed imbalance.
+    def forward(self, windows: torch.Tensor) -> Generator[Any, Any, tuple[torch.Tensor, list[Routed]]]:
+        """Return the mean loss of predicting each next byte, in nats, and what each layer's router did.
 
         Args:
-            windows: int64 `(B, S + 1)`, bytes.
+            windows: int64 `(B, S + 1)`, bytes of one micro-batch.
         """
         x_BSD = embedded = F.embedding(windows[:, :-1], self.embedding)
         for distance, weight in enumerate(self.neighbours, start=1):
             x_BSD = x_BSD + weight * F.pad(embedded, (0, 0, distance, 0))[:, :-distance]
-        imbalances = []
+        routings = []
         for block in self.blocks:
-            x_BSD, imbalance = block(x_BSD, self.cos, self.sin)
-            imbalances.append(imbalance)
+            x_BSD, routing = yield from block(x_BSD, self.cos, self.sin)
+            routings.append(routing)
         logits = F.linear(normalize(x_BSD), self.head)
-        loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-        return loss, torch.stack(imbalances).sum()
+        return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()), routings
 
     def replicated(self) -> list[nn.Parameter]:
         """Return the parameters that every rank holds: all but the experts'."""
@@ -106,10 +109,45 @@ class Model(nn.Module):
         }
         return [p for p in self.parameters() if id(p) not in owned]
 
-    def load_E(self) -> torch.Tensor:
-        """Return int64 `(E,)`, slots of the last forward by expert, all layers and ranks together."""
-        return torch.stack([module.load_E for module in self.modules() if isinstance(module, MoE)]).sum(0)
 
-    def ids_MTK(self) -> torch.Tensor:
-        """Return int64 `(M, T, K)`, the experts of this rank's tokens in the last forward, by layer."""
-        return torch.stack([module.ids_TK for module in self.modules() if isinstance(module, MoE)])
+class BatchLoss(NamedTuple):
+    """One rank's part of the loss of a whole batch; the ranks' parts add up, and so do their gradients.
+
+    Attributes:
+        loss: mean over the tokens of all ranks, in nats.
+        imbalance: how unevenly the experts are used, summed over layers (1 each is evenly).
+        load_E: int64, slots that went to each expert, from all layers and ranks.
+    """
+
+    loss: torch.Tensor
+    imbalance: torch.Tensor
+    load_E: torch.Tensor
+
+
+def whole_batch(
+    outputs: Sequence[tuple[torch.Tensor, list[Routed]]],
+    shares: Sequence[float],
+    group: dist.ProcessGroup | None,
+) -> BatchLoss:
+    """Return the loss of the batch that micro-batches and ranks make up together.
+
+    The imbalance of a layer is `E * sum_e (share of slots of e) * (mean probability of e)`, both of the
+    whole batch. A product of means is not the mean of products: the slots are added up first. What is left
+    is linear in the tokens.
+
+    Args:
+        outputs: what the model returned for each micro-batch.
+        shares: of each micro-batch in the tokens of all ranks.
+        group: of the ranks; None for a process of its own.
+    """
+    load_NE = torch.stack([torch.stack([r.load_E for r in routings]) for _, routings in outputs]).sum(0)
+    if group is not None:
+        dist.all_reduce(load_NE, group=group)
+    loss_M = torch.stack([loss for loss, _ in outputs])
+    probability_MNE = torch.stack(
+        [torch.stack([r.probability_E for r in routings]) for _, routings in outputs]
+    )
+    share_M = loss_M.new_tensor(shares)
+    slots_NE = load_NE.to(loss_M.dtype) / load_NE.sum(1, keepdim=True)
+    imbalance_M = load_NE.shape[1] * (slots_NE * probability_MNE).sum((1, 2))
+    return BatchLoss((share_M * loss_M).sum(), (share_M * imbalance_M).sum(), load_NE.sum(0))

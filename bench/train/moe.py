@@ -1,12 +1,18 @@
 """The layer of experts: a router, a dispatcher, and the experts that live on this rank.
 
+The layer yields each exchange when it is launched, and is resumed with what its `join` gives:
+`symm_a2a.Domino` runs another micro-batch meanwhile. Without one, joined at once, it is the same layer
+with synchronous exchanges: `rows, counts, handle = dispatcher.dispatch(x, scores, ids)`, and
+`out = dispatcher.combine(y, handle)`.
+
 Shape letters as in the package: `T` tokens of this rank, `D` elements of a row, `K` experts per token,
 `E` experts, `L` of them on this rank, `R` rows that arrive here; `H` is the experts' hidden size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +45,20 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
 
+class Routed(NamedTuple):
+    """What a router did with one micro-batch of this rank.
+
+    Attributes:
+        probability_E: what it gave to each expert, the mean over the tokens; differentiable.
+        load_E: int64, slots that it sent to each expert.
+        ids_TK: int64, the experts that each token went to.
+    """
+
+    probability_E: torch.Tensor
+    load_E: torch.Tensor
+    ids_TK: torch.Tensor
+
+
 class MoE(nn.Module):
     """Sends each token to its K best experts, wherever they live, and adds up their answers.
 
@@ -47,10 +67,6 @@ class MoE(nn.Module):
         dispatcher: carries the rows; one is shared by all layers.
         group: of the ranks; None for a process of its own, with all the experts.
         generator: of the weights.
-
-    Attributes:
-        load_E: int64, slots that the last forward sent to each expert, from all ranks.
-        ids_TK: int64, the experts that this rank's tokens went to in the last forward.
     """
 
     def __init__(
@@ -60,32 +76,19 @@ class MoE(nn.Module):
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         num_local = options.experts // ranks
         self.top_k, self.num_experts = options.top_k, options.experts
-        self.dispatcher, self.group = dispatcher, group
+        self.dispatcher = dispatcher
         self.router_ED = nn.Parameter(
             torch.randn(options.experts, options.dim, generator=generator) * options.dim**-0.5
         )
         self.experts = Experts(options, slice(rank * num_local, (rank + 1) * num_local), generator)
-        self.load_E = torch.zeros(options.experts, dtype=torch.int64)
-        self.ids_TK = torch.zeros(0, options.top_k, dtype=torch.int64)
 
-    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts' sums `(T, D)`, and how unevenly the experts are used (1 is evenly)."""
+    def forward(self, x_TD: torch.Tensor) -> Generator[Any, Any, tuple[torch.Tensor, Routed]]:
+        """Return the experts' sums `(T, D)`, and what a loss of their balance needs; yields its exchanges."""
         probability_TE = F.linear(x_TD, self.router_ED).softmax(-1)
         scores_TK, ids_TK = probability_TE.topk(self.top_k, dim=-1)
-        self.ids_TK = ids_TK
         scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
-        rows_RD, tokens_per_expert_L, handle = self.dispatcher.dispatch(x_TD, scores_TK, ids_TK)
-        out_TD = self.dispatcher.combine(self.experts(rows_RD, tokens_per_expert_L), handle)
-        return out_TD, self._imbalance(probability_TE, ids_TK)
-
-    def _imbalance(self, probability_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-        """Return `E * sum_e (share of slots of e) * (mean probability of e)`.
-
-        The shares are those of all ranks together. What is left is linear in the tokens, so the mean of
-        the ranks' values is the value of the whole batch, and so are the gradients.
-        """
-        self.load_E = torch.bincount(ids_TK.flatten(), minlength=self.num_experts)
-        if self.group is not None:
-            dist.all_reduce(self.load_E, group=self.group)
-        share_E = self.load_E.to(probability_TE.dtype) / self.load_E.sum()
-        return self.num_experts * (share_E * probability_TE.mean(0)).sum()
+        rows_RD, tokens_per_expert_L, handle = yield self.dispatcher.dispatch_async(x_TD, scores_TK, ids_TK)
+        y_RD = self.experts(rows_RD, tokens_per_expert_L)
+        out_TD = yield self.dispatcher.combine_async(y_RD, handle)
+        load_E = torch.bincount(ids_TK.flatten(), minlength=self.num_experts)
+        return out_TD, Routed(probability_TE.mean(0), load_E, ids_TK)

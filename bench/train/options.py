@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from symm_a2a import Link
 
 HEAD_DIM = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Train a small mixture-of-experts model over local processes, once with each dispatcher.
+    """Train a small mixture-of-experts model over local processes, once with each dispatcher or schedule.
 
     Both trainings start from the same weights and see the same batches, so their losses may differ by
     rounding only; where they differ by more, the exit code is 1. No GPU is needed: the kernels run in
     Triton's interpreter, and how long they take there says nothing about the library's speed.
+
+    With --schedule domino the same dispatcher trains twice: with the whole batch at once, then in
+    micro-batches whose exchanges hide under each other's compute. Over an emulated --link the two can be
+    told apart.
     """
 
     ranks: int = 4
@@ -39,9 +46,16 @@ class Options:
     seed: int = 0
     """Of the weights and the batches; the same seed gives the same curve."""
     dispatcher: Literal["both", "symm", "all_to_all"] = "both"
-    """Which dispatcher to train with; only both can be compared."""
+    """Which dispatcher to train with; only both can be compared. Schedules are compared with symm."""
+    schedule: Literal["sync", "domino"] | None = None
+    """Compare schedules in place of dispatchers: whichever is named, both train, side by side."""
+    micro_batches: int | None = None
+    """Parts of each rank's sequences that Domino interleaves, with --schedule; 2 if not given."""
+    link: str | None = None
+    """A link between ranks to emulate for the symm dispatcher: latency in seconds (or with ms, us behind it),
+    gbps in billions of bits a second, either or both, as in latency=20ms,gbps=1."""
     out: Path = Path("out")
-    """Folder of the picture, train.png."""
+    """Folder of the picture: train.png, or domino.png and domino.trace.json."""
     json: Path | None = None
     """File to write the figures to, as one JSON object."""
     trace: Path | None = None
@@ -53,9 +67,12 @@ class Options:
         Raises:
             ValueError: says what was expected, and what came.
         """
-        for name in ("ranks", "steps", "tokens", "context", "layers", "experts", "top_k", "dim"):
+        for name in (
+            "ranks", "steps", "tokens", "context", "layers", "experts", "top_k", "dim", "num_micro_batches",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
-                raise ValueError(f"expected a positive --{name.replace('_', '-')}, got {getattr(self, name)}")
+                option = name.removeprefix("num_").replace("_", "-")
+                raise ValueError(f"expected a positive --{option}, got {getattr(self, name)}")
         if self.tokens % self.context:
             raise ValueError(
                 f"expected --tokens to be a multiple of --context {self.context}, got {self.tokens}"
@@ -68,10 +85,51 @@ class Options:
             raise ValueError(f"expected --top-k of at most --experts {self.experts}, got {self.top_k}")
         if self.dim % HEAD_DIM:
             raise ValueError(f"expected --dim to be a multiple of {HEAD_DIM}, got {self.dim}")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.emulated_link and self.dispatcher == "all_to_all":
+            raise ValueError("expected --link with --dispatcher symm or both, got all_to_all, which has none")
+        if self.schedule is None:
+            if self.micro_batches is not None:
+                raise ValueError(
+                    "expected --schedule domino beside --micro-batches, got --micro-batches "
+                    f"{self.micro_batches} alone"
+                )
+            return
+        if self.dispatcher == "all_to_all":
+            raise ValueError(
+                "expected --dispatcher symm with --schedule, whose exchanges overlap, got all_to_all"
+            )
+        sequences = self.tokens // self.context
+        if sequences % self.num_micro_batches:
+            raise ValueError(
+                "expected the sequences of a rank, --tokens / --context, to be a multiple of --micro-batches "
+                f"{self.num_micro_batches}, got {sequences}"
+            )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """M, the micro-batches of Domino."""
+        return 2 if self.micro_batches is None else self.micro_batches
+
+    @property
+    def emulated_link(self) -> Link | None:
+        """What `--link` describes.
+
+        Raises:
+            ValueError: it describes nothing.
+        """
+        # Here: the help of the commands is shown without torch.
+        from bench.train.link import parse_link
+
+        return None if self.link is None else parse_link(self.link)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The dispatchers to train with, in the order of the trainings."""
+        """The trainings, in their order: by dispatcher, or with Domino by schedule."""
+        if self.schedule is not None:
+            return ("sync", "domino")
         return ("symm", "all_to_all") if self.dispatcher == "both" else (self.dispatcher,)
 
     @property

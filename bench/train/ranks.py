@@ -1,7 +1,8 @@
-"""What the ranks do: the same training, once with each dispatcher."""
+"""What a rank does: its part of a training, and one training with each dispatcher."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ import symm_a2a
 from bench.dispatchers import DispatcherFactory
 from bench.progress import Progress
 from bench.train.corpus import draw_windows, load_corpus
+from bench.train.in_turn import run_in_turn
 from bench.train.meter import MeteredDispatcher
-from bench.train.model import Model
+from bench.train.model import Model, whole_batch
 from bench.train.options import Options
 
 BALANCE = 0.1
@@ -55,6 +57,11 @@ class Trainer:
         dispatcher: carries the rows of all layers.
         group: of the ranks; None for a process of its own, with all the experts.
         dtype: of everything.
+        domino: runs micro-batches of the sequences through the model; None for all of them at once.
+
+    Attributes:
+        load_E: int64, slots of the last batch by expert, all layers and ranks together.
+        ids_NTK: int64, the experts of this rank's tokens in the last batch, by layer.
     """
 
     def __init__(
@@ -63,8 +70,12 @@ class Trainer:
         dispatcher: Any,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype = torch.float32,
+        domino: symm_a2a.Domino | None = None,
     ) -> None:
         self.options, self.group = options, group
+        self._run, self._micro_batches = (
+            (run_in_turn, 1) if domino is None else (domino.run, domino.num_micro_batches)
+        )
         self.rank, self.ranks = (
             (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         )
@@ -72,6 +83,8 @@ class Trainer:
         self.model = Model(options, dispatcher, group).to(dtype)
         self._replicated = self.model.replicated()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+        self.load_E = torch.zeros(options.experts, dtype=torch.int64)
+        self.ids_NTK = torch.zeros(options.layers, 0, options.top_k, dtype=torch.int64)
 
     def step(self, number: int) -> float:
         """Train on batch `number`; return its mean loss, over all ranks."""
@@ -84,12 +97,16 @@ class Trainer:
     def backward(self, number: int) -> float:
         """Leave the gradients of the whole batch's mean loss in the parameters; return that loss."""
         self._optimizer.zero_grad()
-        loss, imbalance = self.model(self._my_windows(number))
-        # The batch's loss is the mean of the ranks' losses: each rank's part of it is a W-th of its own.
-        # An expert's gradients then come out whole, for the rows that reach it are those of all ranks.
+        micro_batches = self._my_windows(number).chunk(self._micro_batches)
+        tokens = [windows[:, 1:].numel() for windows in micro_batches]
+        outputs = self._run(self.model, micro_batches)
+        batch = whole_batch(outputs, symm_a2a.token_shares(tokens, self.group), self.group)
+        self.load_E = batch.load_E
+        self.ids_NTK = torch.cat([torch.stack([r.ids_TK for r in routings]) for _, routings in outputs], 1)
+        # An expert's gradients come out whole, for the rows that reach it are those of all ranks.
         # Everything else has seen this rank's tokens alone: add up.
-        ((loss + BALANCE * imbalance) / self.ranks).backward()
-        return self._add_up(loss.detach() / self.ranks)
+        (batch.loss + BALANCE * batch.imbalance).backward()
+        return self._add_up(batch.loss.detach())
 
     def _my_windows(self, number: int) -> torch.Tensor:
         mine = self.options.tokens // self.options.context
@@ -116,15 +133,17 @@ class Trainer:
         return min(1.0, (number + 1) / WARMUP) * (1 - 0.9 * fall)
 
 
-def exchange_config(options: Options, dtype: torch.dtype = torch.float32) -> symm_a2a.EPConfig:
-    """Return the sizes of the layers' exchanges."""
+def exchange_config(
+    options: Options, dtype: torch.dtype = torch.float32, micro_batches: int = 1
+) -> symm_a2a.EPConfig:
+    """Return the sizes of the layers' exchanges, with a lane for each micro-batch."""
     return symm_a2a.EPConfig(
         num_experts=options.experts,
         top_k=options.top_k,
         hidden_dim=options.dim,
-        max_tokens_per_rank=options.tokens,
+        max_tokens_per_rank=options.tokens // micro_batches,
         dtype=dtype,
-        num_lanes=1,
+        num_lanes=micro_batches,
     )
 
 
@@ -132,7 +151,16 @@ def train_rank(
     rank: int, group: dist.ProcessGroup, options: Options, factories: Mapping[str, DispatcherFactory]
 ) -> dict[str, RankRecord]:
     """Be one rank: train with each dispatcher of `options.names` and report on each."""
-    return {name: _train(name, factories[name], options, group, show=rank == 0) for name in options.names}
+    return {
+        name: _train(name, over_link(factories[name], options, name), options, group, show=rank == 0)
+        for name in options.names
+    }
+
+
+def over_link(factory: DispatcherFactory, options: Options, name: str = "symm") -> DispatcherFactory:
+    """Return the factory, with the link of the options for the dispatcher that can emulate one."""
+    link = options.emulated_link
+    return factory if link is None or name != "symm" else functools.partial(factory, link=link)
 
 
 def _train(
@@ -147,9 +175,9 @@ def _train(
         with Progress(name, options.steps, show) as progress:
             for number in range(options.steps):
                 losses.append(trainer.step(number))
-                loads.append(trainer.model.load_E().tolist())
+                loads.append(trainer.load_E.tolist())
                 if options.trace:
-                    ids.append(trainer.model.ids_MTK().numpy().astype(np.int32))
+                    ids.append(trainer.ids_NTK.numpy().astype(np.int32))
                 progress.advance(f"loss {losses[-1]:.3f}")
         seconds = time.perf_counter() - begin
     return RankRecord(

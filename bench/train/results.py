@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -56,7 +57,16 @@ def merge(reports: list[dict[str, RankRecord]]) -> dict[str, Training]:
     return trainings
 
 
-def trace_of(options: Options, reports: list[dict[str, RankRecord]]) -> Trace:
+class HasRouting(Protocol):
+    """What a report has of the routing."""
+
+    @property
+    def ids_SMTK(self) -> np.ndarray | None:
+        """The experts of the rank's tokens, by step and layer."""
+        ...
+
+
+def trace_of(options: Options, reports: Sequence[Mapping[str, HasRouting]]) -> Trace:
     """Return the routing of the first training, the one that the picture shows.
 
     Args:
@@ -96,6 +106,10 @@ def figures_of(
         row[f"seconds_in_exchanges_{name}"] = training and training.seconds_in_exchanges
         row[f"seconds_{name}"] = training and training.seconds
     row["seconds"] = seconds
-    for name in ("tokens", "context", "layers", "experts", "top_k", "dim", "learning_rate", "seed"):
-        row[name] = getattr(options, name)
-    return row
+    return row | common_figures(options)
+
+
+def common_figures(options: Options) -> dict[str, Any]:
+    """Return what was asked for, as far as figures need it to be understood."""
+    names = ("tokens", "context", "layers", "experts", "top_k", "dim", "learning_rate", "seed")
+    return {name: getattr(options, name) for name in (*names, "schedule", "link")}

@@ -7,6 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from bench.train.link import describe, parse_link
 from bench.train.results import Training
 
 TITLES = {"symm": "SymmTokenDispatcher", "all_to_all": "AllToAllTokenDispatcher"}
@@ -42,6 +43,11 @@ def format_table(trainings: dict[str, Training], figures: dict[str, Any]) -> str
         f"{os.cpu_count()} CPUs, kernels in Triton's",
         "  interpreter against gloo's native code: no measure of the library's speed.",
     ]
+    if figures["link"] is not None:
+        notes.append(
+            "SymmTokenDispatcher's rows, and no others, went over an emulated link: "
+            f"{describe(parse_link(figures['link']))}."
+        )
     if figures["copies"] is not None:
         saved = 1 - figures["copies"] / figures["slots"]
         notes.append(
