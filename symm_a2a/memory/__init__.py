@@ -89,10 +89,10 @@ def create_memory(
     world_size = 1 if group is None else dist.get_world_size(group)
     chosen = backend or choose_backend(device, world_size)[0]
     _require_supported(chosen, device, world_size)
-    if link is not None and chosen != "host":
+    if link is not None and (chosen != "host" or group is None):
         raise EnvironmentUnsupportedError(
-            f"expected no link to emulate with backend {chosen!r}, got {link}; only ranks that are CPU "
-            'processes have one, backend "host"'
+            f"expected no link to emulate with backend {chosen!r} and {world_size} ranks, got {link}; only "
+            'several ranks that are CPU processes have one, backend "host"'
         )
     if chosen == "virtual" or group is None:
         return VirtualMemory.world(1, nbytes, device)[0]

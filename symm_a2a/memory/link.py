@@ -74,11 +74,11 @@ class Arrivals:
 
     def depart(self, channel: int, epoch: int, nbytes: int) -> None:
         """Send a message: tell every peer when it arrives; the link is busy while it sends."""
-        begin = max(time.monotonic(), self._busy_until)
-        self._busy_until = begin + nbytes / self._link.bandwidth
+        now = time.monotonic()
+        self._busy_until = max(now, self._busy_until) + nbytes / self._link.bandwidth
         arrival = int((self._busy_until + self._link.latency) * 1e6)
         for peer, words in enumerate(self._words):
-            when = int(begin * 1e6) if peer == self._rank else arrival
+            when = int(now * 1e6) if peer == self._rank else arrival
             words[channel, self._rank] = when << _EPOCH_BITS | epoch & _EPOCH_MASK
 
     def known_W(self, channel: int, epoch: int) -> np.ndarray:
