@@ -23,7 +23,6 @@ from symm_a2a.errors import (
 )
 from symm_a2a.exchange import EXACT, Routing, join_barrier, join_counts, launch_barrier, launch_counts
 from symm_a2a.handle import Handle, PendingCombine, PendingDispatch
-from symm_a2a.kernels.blocks import INTERPRETED, SMALL_TOKENS
 from symm_a2a.kernels.channel import Kind
 from symm_a2a.lane import Lane
 from symm_a2a.memory import Backend, Link
@@ -31,6 +30,7 @@ from symm_a2a.ops.split import CombineState, DispatchState, start_combine, start
 from symm_a2a.stats import Stats, stats_of
 from symm_a2a.timeline import Recording
 from symm_a2a.validation import check_combine, check_dispatch, check_ids
+from symm_a2a.warmup import run_everything
 
 
 class SymmTokenDispatcher:
@@ -294,11 +294,7 @@ class SymmTokenDispatcher:
             one.require_idle(Kind.DISPATCH)
 
     def give_up(self, reason: str) -> None:
-        """Take no further part: every rank that waits for this one, or will, raises at once.
-
-        Args:
-            reason: what later calls on this rank will raise, as an `ExchangeError`.
-        """
+        """End it on every rank: those that wait for this one raise at once, and calls here give the reason."""
         self.arena.fail(ExchangeError(reason))
 
     def warmup(self) -> None:
@@ -307,30 +303,9 @@ class SymmTokenDispatcher:
         Collective. Call it before capturing a graph or measuring time.
         """
         self._require_open()
-        cfg = self.cfg
-        # Where nothing is compiled, one of them stands for both.
-        ids_dtypes = (torch.int64,) if INTERPRETED else (torch.int32, torch.int64)
-        for lane in range(cfg.num_lanes):
-            self.arena.lanes[lane].warm_up()
-            self.barrier(lane=lane)
-            for ids_dtype in ids_dtypes:
-                ids = torch.full((1, cfg.top_k), -1, dtype=ids_dtype, device=self.device)
-                self.broadcast_counts(ids, lane=lane)
-                self._warm_up(1, ids_dtype, lane)
-                if cfg.max_tokens_per_rank > SMALL_TOKENS and cfg.capacity != "exact":
-                    # Other kernels than for a small message.
-                    self._warm_up(SMALL_TOKENS + 1, ids_dtype, lane)
-
-    def _warm_up(self, T: int, ids_dtype: torch.dtype, lane: int) -> None:
-        cfg = self.cfg
-        with torch.inference_mode(False), torch.enable_grad():
-            x = torch.zeros(T, cfg.hidden_dim, dtype=cfg.dtype, device=self.device, requires_grad=True)
-            scores = torch.zeros(T, cfg.top_k, device=self.device)
-            ids = torch.full((T, cfg.top_k), -1, dtype=ids_dtype, device=self.device)
-            rows, _, handle = self.dispatch(x, scores, ids, lane=lane)
-            self.combine(rows, handle).sum().backward()
-            # A loss on rows alone has no gradients of scores.
-            self.dispatch(x, scores, ids, lane=lane)[0].sum().backward()
+        for index, lane in enumerate(self.arena.lanes):
+            lane.warm_up()
+            run_everything(self, index)
 
     @property
     def dropped_rows(self) -> int:

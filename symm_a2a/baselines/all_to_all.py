@@ -34,16 +34,11 @@ Result = TypeVar("Result")
 
 
 class _Joinable(Generic[Result]):
-    """An exchange that is already done; `join` gives its result, once.
-
-    Attributes:
-        lane: None; there are no lanes here.
-    """
+    """An exchange that is already done, in no lane; `join` gives its result, once."""
 
     lane = None
 
     def __init__(self, result: Result) -> None:
-        """Hold the result until it is joined."""
         self._result: Result | None = result
 
     def join(self) -> Result:
@@ -283,11 +278,7 @@ class AllToAllTokenDispatcher:
         self._check_open()
 
     def give_up(self, reason: str) -> None:
-        """Refuse further use; peers that wait for this rank wait as long as the group's own timeout.
-
-        Args:
-            reason: not kept.
-        """
+        """Refuse further use; peers that wait for this rank wait as long as the group's own timeout."""
         del reason
         self.close()
 
