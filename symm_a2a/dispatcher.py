@@ -294,7 +294,7 @@ class SymmTokenDispatcher:
             one.require_idle(Kind.DISPATCH)
 
     def give_up(self, reason: str) -> None:
-        """End it on every rank: those that wait for this one raise at once, and calls here give the reason."""
+        """End it on every rank: those that wait for this one raise at once, calls here give the reason."""
         self.arena.fail(ExchangeError(reason))
 
     def warmup(self) -> None:

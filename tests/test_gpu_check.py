@@ -48,7 +48,7 @@ def of_device(device):
     world = Task("bench.gpu_check.worlds:run", ("column-fp64",))
     return (
         Part("wrong", (Task("bench.gpu_check.worlds:run", ("no such case",)), world), 60),
-        Part("hangs", (Task("time:sleep_for_ever"), Task("sitecustomize:hang")), 3),
+        Part("hangs", (Task("time:sleep_for_ever"), Task("sitecustomize:hang")), 15),
         Part("dies", (Task("sitecustomize:die"),), 60, alone=True),
     )
 
