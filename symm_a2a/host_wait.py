@@ -56,8 +56,8 @@ class HostWait:
             transit = self._arrival(arrivals, kind) - time.monotonic()
             if transit > self._timeout:
                 raise ExchangeError(
-                    f"expected copies to arrive within EPConfig.timeout = {self._timeout:g} s, got {transit:.3g} s "
-                    f"of transit over the emulated link in {kind.title}, lane {self._index}"
+                    f"expected copies to arrive within EPConfig.timeout = {self._timeout:g} s, got "
+                    f"{transit:.3g} s of transit over the emulated link in {kind.title}, lane {self._index}"
                 )
             time.sleep(max(0.0, transit))
 

@@ -23,8 +23,8 @@ MICROSECOND = 1e-6
 
 @pytest.mark.parametrize(
     "value", [{"latency": -1e-3}, {"latency": math.inf}, {"latency": math.nan}, {"bandwidth": 0.0},
-              {"bandwidth": -1.0}, {"bandwidth": math.nan}, {"latency": 1e9}, {"latency": "1"}, {"latency": None},
-              {"bandwidth": 5e-324}, {"bandwidth": True}]
+              {"bandwidth": -1.0}, {"bandwidth": math.nan}, {"latency": 1e9}, {"latency": "1"},
+              {"latency": None}, {"bandwidth": 5e-324}, {"bandwidth": True}]
 )  # fmt: skip
 def test_a_link_says_what_it_cannot_be(value):
     ((name, number),) = value.items()

@@ -76,8 +76,8 @@ def _require_as_launched(state: DispatchState) -> None:
     for name, tensor, version in zip(("x_TD", "scores_TK", "topk_ids_TK"), given, versions, strict=True):
         if _version(tensor) != version:
             raise InputError(
-                f"expected {name} as it was when the dispatch was launched, got it changed in place before the "
-                "join; until then the launch may read it"
+                f"expected {name} as it was when the dispatch was launched, got it changed in place before "
+                "the join; until then the launch may read it"
             )
 
 
