@@ -1,4 +1,4 @@
-"""The standard all-to-all against the oracle, in four processes and in a group of one."""
+"""The baselines that share tokens out against the oracle, in four processes."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from symm_a2a import reference
-from symm_a2a.baselines import AllToAllTokenDispatcher
+from symm_a2a.baselines import AllGatherTokenDispatcher, AllToAllTokenDispatcher
 from symm_a2a.config import EPConfig
 from symm_a2a.errors import ConfigError, ExpertIdError
 from symm_a2a.testing import run_ranks
@@ -80,6 +80,15 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
 
 
+def each(rank, group, function, *args):
+    """Call a function of this file with each of the dispatchers in turn, in the same processes."""
+    for make in (AllToAllTokenDispatcher, AllGatherTokenDispatcher):
+        try:
+            function(rank, group, make, *args)
+        except Exception as error:
+            raise AssertionError(make.__name__) from error
+
+
 SHAPES = {
     "ragged": (7, 3, 5, 1),
     "full": (16, 16, 16, 16),
@@ -89,8 +98,8 @@ SHAPES = {
 }
 
 
-def rows_in_order(rank, group, cfg, kind, id_dtype):
-    with AllToAllTokenDispatcher(cfg, group, "cpu") as dispatcher:
+def rows_in_order(rank, group, make, cfg, kind, id_dtype):
+    with make(cfg, group, "cpu") as dispatcher:
         for num_tokens in SHAPES.values():
             case = Case(cfg, num_tokens, kind)
             xs = [coded(r, t, cfg.hidden_dim, cfg.dtype) for r, t in enumerate(num_tokens)]
@@ -131,7 +140,7 @@ def rows_in_order(rank, group, cfg, kind, id_dtype):
     ],
 )
 def test_rows_are_bitwise_the_oracles(changes, kind, id_dtype):
-    run_ranks(rows_in_order, RANKS, config(**changes), kind, id_dtype)
+    run_ranks(each, RANKS, rows_in_order, config(**changes), kind, id_dtype)
 
 
 def layer(dispatcher, x_TD, scores_TK, ids_TK, weight_LDD):
@@ -139,8 +148,8 @@ def layer(dispatcher, x_TD, scores_TK, ids_TK, weight_LDD):
     return dispatcher.combine(experts(rows_RD, counts_L, weight_LDD), handle, x_TD)
 
 
-def train(rank, group, cfg, kind, checkpointed):
-    dispatcher = AllToAllTokenDispatcher(cfg, group)
+def train(rank, group, make, cfg, kind, checkpointed):
+    dispatcher = make(cfg, group)
     dispatcher.warmup()
     for seed, num_tokens in enumerate(SHAPES.values()):
         case = Case(cfg, num_tokens, kind, seed)
@@ -163,11 +172,11 @@ def train(rank, group, cfg, kind, checkpointed):
     [({}, "any"), ({"pad_multiple": 4}, "any"), ({"num_experts": 12}, "distinct"), ({}, "last expert")],
 )
 def test_steps_give_the_oracles_outputs_and_gradients(changes, kind, checkpointed):
-    run_ranks(train, RANKS, config(**changes), kind, checkpointed)
+    run_ranks(each, RANKS, train, config(**changes), kind, checkpointed)
 
 
-def needs_grad_on_one(rank, group):
-    dispatcher = AllToAllTokenDispatcher(config(), group)
+def needs_grad_on_one(rank, group, make):
+    dispatcher = make(config(), group)
     for num_tokens in SHAPES.values():
         case = Case(dispatcher.cfg, num_tokens)
         _, _, _, xs, _, _ = case.oracle()
@@ -182,11 +191,11 @@ def needs_grad_on_one(rank, group):
 
 
 def test_an_input_that_needs_grad_on_one_rank_only():
-    run_ranks(needs_grad_on_one, RANKS, timeout=30)
+    run_ranks(each, RANKS, needs_grad_on_one, timeout=30)
 
 
-def cut_on_one(rank, group):
-    dispatcher = AllToAllTokenDispatcher(config(top_k=1), group)
+def cut_on_one(rank, group, make):
+    dispatcher = make(config(top_k=1), group)
     # A token of every rank for each rank: every rank's x has a gradient from the others.
     xs = [coded(r, RANKS, 5, torch.float64) for r in range(RANKS)]
     ids_TK = torch.arange(RANKS)[:, None] * 2
@@ -198,11 +207,11 @@ def cut_on_one(rank, group):
 
 
 def test_experts_that_ignore_their_rows_on_one_rank_only():
-    run_ranks(cut_on_one, RANKS, timeout=30)
+    run_ranks(each, RANKS, cut_on_one, timeout=30)
 
 
-def combine_alone(rank, group):
-    dispatcher = AllToAllTokenDispatcher(config(top_k=1), group)
+def combine_alone(rank, group, make):
+    dispatcher = make(config(top_k=1), group)
     ids_TK = torch.arange(RANKS)[:, None] * 2
     with torch.no_grad():
         x_TD = coded(rank, RANKS, 5, torch.float64)
@@ -213,11 +222,11 @@ def combine_alone(rank, group):
 
 
 def test_a_combine_with_gradients_of_a_dispatch_without():
-    run_ranks(combine_alone, RANKS, timeout=30)
+    run_ranks(each, RANKS, combine_alone, timeout=30)
 
 
-def several_in_flight(rank, group):
-    dispatcher = AllToAllTokenDispatcher(config(pad_multiple=2), group)
+def several_in_flight(rank, group, make):
+    dispatcher = make(config(pad_multiple=2), group)
     cases = [
         Case(dispatcher.cfg, SHAPES[name], seed=seed) for seed, name in enumerate(("ragged", "some without"))
     ]
@@ -242,7 +251,7 @@ def several_in_flight(rank, group):
 
 
 def test_two_flights_a_handle_combined_twice_and_a_graph_used_twice():
-    run_ranks(several_in_flight, RANKS)
+    run_ranks(each, RANKS, several_in_flight)
 
 
 def strided(tensor):
@@ -252,8 +261,8 @@ def strided(tensor):
     return wide[1::2, 1::3]
 
 
-def non_contiguous(rank, group):
-    dispatcher = AllToAllTokenDispatcher(config(), group)
+def non_contiguous(rank, group, make):
+    dispatcher = make(config(), group)
     case = Case(dispatcher.cfg, SHAPES["ragged"])
     case.grads = [torch.ones(1, 1, dtype=torch.float64).expand_as(grad) for grad in case.grads]
     case.xs = [x[:1].expand_as(x) for x in case.xs]
@@ -272,11 +281,11 @@ def non_contiguous(rank, group):
 
 
 def test_inputs_and_gradients_of_any_strides():
-    run_ranks(non_contiguous, RANKS)
+    run_ranks(each, RANKS, non_contiguous)
 
 
-def bad_id_on_one(rank, group):
-    dispatcher = AllToAllTokenDispatcher(config(), group)
+def bad_id_on_one(rank, group, make):
+    dispatcher = make(config(), group)
     case = Case(dispatcher.cfg, SHAPES["ragged"])
     for bad in (8, -2, 2**31 - 1):
         if rank == 1:
@@ -290,10 +299,10 @@ def bad_id_on_one(rank, group):
 
 
 def test_an_id_out_of_range_is_refused_before_anything_is_sent():
-    run_ranks(bad_id_on_one, RANKS, timeout=30)
+    run_ranks(each, RANKS, bad_id_on_one, timeout=30)
 
 
-def in_subgroups(rank, group):
+def in_subgroups(rank, group, make):
     pairs = [[0, 2], [3, 1]]
     groups = [dist.new_group(pair) for pair in pairs]
     pair = pairs[rank % 2]
@@ -301,7 +310,7 @@ def in_subgroups(rank, group):
     place = dist.get_group_rank(subgroup, rank)
     case = Case(config(), (5, 2), seed=rank % 2)
     _, _, outs, xs, _, _ = case.oracle()
-    with AllToAllTokenDispatcher(config(), subgroup) as dispatcher:
+    with make(config(), subgroup) as dispatcher:
         assert dispatcher.world_size == len(pair)
         x_TD = case.xs[place].clone().requires_grad_()
         out_TD = layer(dispatcher, x_TD, case.scores[place], case.ids[place], case.local_weight(place))
@@ -311,16 +320,16 @@ def in_subgroups(rank, group):
 
 
 def test_groups_that_are_not_the_world():
-    run_ranks(in_subgroups, RANKS)
+    run_ranks(each, RANKS, in_subgroups)
 
 
-def default_group(rank, group):
-    dispatcher = AllToAllTokenDispatcher(config())
+def default_group(rank, group, make):
+    dispatcher = make(config())
     assert dispatcher.world_size == 2
     assert dispatcher.device == torch.device("cpu")
     with pytest.raises(ConfigError, match="got 9 experts for 2 ranks"):
-        AllToAllTokenDispatcher(config(num_experts=9))
+        make(config(num_experts=9))
 
 
 def test_no_group_is_the_world():
-    run_ranks(default_group, 2)
+    run_ranks(each, 2, default_group)

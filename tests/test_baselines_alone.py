@@ -1,24 +1,30 @@
-"""The standard all-to-all in a group of one: what it is given, what it says, where it is built."""
+"""The baselines in a group of one: what they are given, what they say, where they are built."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from symm_a2a import reference
-from symm_a2a.baselines import AllToAllTokenDispatcher
+from symm_a2a.baselines import AllGatherTokenDispatcher, AllToAllTokenDispatcher, ReplicatedTokenDispatcher
 from symm_a2a.errors import ClosedError, ConfigError, InputError, JoinedTwiceError
 from tests.test_baselines import Case, close, config, experts, layer
 
 
+@pytest.fixture(params=[AllToAllTokenDispatcher, AllGatherTokenDispatcher, ReplicatedTokenDispatcher])
+def make(request):
+    """One of the dispatchers."""
+    return request.param
+
+
 @pytest.mark.parametrize("top_k", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sums_in_low_precision_keep_the_standard_paths_error(dtype, top_k):
+def test_sums_in_low_precision_keep_the_standard_paths_error(make, dtype, top_k):
     cfg = config(dtype=dtype, num_experts=6, top_k=top_k)
     case = Case(cfg, (16,))
     scores_TK = case.scores[0].float()
     num_rows = int((case.ids[0] >= 0).sum())
     y_RD = torch.randn(num_rows, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
-    dispatcher = AllToAllTokenDispatcher(cfg)
+    dispatcher = make(cfg)
     _, _, handle = dispatcher.dispatch(case.xs[0].to(dtype), scores_TK, case.ids[0])
     out_TD = dispatcher.combine(y_RD, handle)
     assert out_TD.dtype == dtype
@@ -36,13 +42,13 @@ def test_sums_in_low_precision_keep_the_standard_paths_error(dtype, top_k):
 
 @pytest.mark.parametrize("pad_multiple", [1, 4])
 @pytest.mark.parametrize("num_tokens", [0, 3])
-def test_a_group_of_one_needs_no_process_group(num_tokens, pad_multiple):
+def test_a_group_of_one_needs_no_process_group(make, num_tokens, pad_multiple):
     assert not dist.is_initialized()
     case = Case(config(pad_multiple=pad_multiple), (num_tokens,))
     _, _, outs, xs, scores, weights = case.oracle()
     x_TD, scores_TK = case.xs[0].clone().requires_grad_(), case.scores[0].clone().requires_grad_()
     weight_LDD = case.local_weight(0)
-    with AllToAllTokenDispatcher(case.cfg) as dispatcher:
+    with make(case.cfg) as dispatcher:
         dispatcher.warmup()
         out_TD = layer(dispatcher, x_TD, scores_TK, case.ids[0], weight_LDD)
         out_TD.backward(case.grads[0])
@@ -60,10 +66,10 @@ def test_a_group_of_one_needs_no_process_group(num_tokens, pad_multiple):
         assert torch.autograd.gradcheck(differentiable, (x_TD, scores_TK))
 
 
-def test_results_do_not_alias_inputs_or_each_other():
+def test_results_do_not_alias_inputs_or_each_other(make):
     cfg = config(top_k=1, num_experts=1)
-    dispatcher = AllToAllTokenDispatcher(cfg)
-    x_TD, scores_TK, ids_TK = torch.ones(2, 5, dtype=torch.float64), torch.ones(2, 1), torch.zeros(2, 1).int()
+    dispatcher = make(cfg)
+    x_TD, scores_TK, ids_TK = torch.ones(2, 5).double(), torch.ones(2, 1).double(), torch.zeros(2, 1).int()
     rows_RD, _, handle = dispatcher.dispatch(x_TD, scores_TK, ids_TK)
     x_TD.zero_()
     scores_TK.zero_()
@@ -75,10 +81,10 @@ def test_results_do_not_alias_inputs_or_each_other():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_requires_them(mode):
+def test_without_gradients_nothing_requires_them(make, mode):
     case = Case(config(), (6,))
     with mode():
-        dispatcher = AllToAllTokenDispatcher(case.cfg)
+        dispatcher = make(case.cfg)
         dispatcher.warmup()
         x_TD = case.xs[0].clone().requires_grad_()
         rows_RD, counts_L, handle = dispatcher.dispatch(x_TD, case.scores[0], case.ids[0])
@@ -92,16 +98,16 @@ def test_without_gradients_nothing_requires_them(mode):
     close(x_TD.grad, case.oracle()[3][0].grad)
 
 
-def test_it_is_built_where_trainers_build_models():
+def test_it_is_built_where_trainers_build_models(make):
     with torch.device("meta"):
-        dispatcher = AllToAllTokenDispatcher(config(), device="cpu")
+        dispatcher = make(config(), device="cpu")
         dispatcher.warmup()
     assert dispatcher.device == torch.device("cpu")
 
 
-def test_autocast_changes_nothing():
+def test_autocast_changes_nothing(make):
     case = Case(config(dtype=torch.float32), (6,))
-    dispatcher = AllToAllTokenDispatcher(case.cfg)
+    dispatcher = make(case.cfg)
     arguments = (case.xs[0].float(), case.scores[0], case.ids[0])
     rows_RD, _, handle = dispatcher.dispatch(*arguments)
     out_TD = dispatcher.combine(rows_RD, handle)
@@ -113,9 +119,9 @@ def test_autocast_changes_nothing():
     assert out_again.dtype == torch.float32
 
 
-def test_differentiating_twice_says_that_it_cannot():
+def test_differentiating_twice_says_that_it_cannot(make):
     case = Case(config(), (3,))
-    dispatcher = AllToAllTokenDispatcher(case.cfg)
+    dispatcher = make(case.cfg)
     x_TD = case.xs[0].clone().requires_grad_()
     out_TD = layer(dispatcher, x_TD, case.scores[0], case.ids[0], case.local_weight(0))
     (grad,) = torch.autograd.grad(out_TD.sum(), x_TD, create_graph=True)
@@ -123,9 +129,9 @@ def test_differentiating_twice_says_that_it_cannot():
         grad.sum().backward()
 
 
-def test_use_after_close_and_a_second_join():
+def test_use_after_close_and_a_second_join(make):
     case = Case(config(), (3,))
-    with AllToAllTokenDispatcher(case.cfg) as dispatcher:
+    with make(case.cfg) as dispatcher:
         flight = dispatcher.dispatch_async(case.xs[0], case.scores[0], case.ids[0])
         rows_RD, _, handle = flight.join()
         with pytest.raises(JoinedTwiceError):
@@ -145,9 +151,9 @@ def test_use_after_close_and_a_second_join():
             use()
 
 
-def test_a_static_capacity_is_refused():
+def test_a_static_capacity_is_refused(make):
     with pytest.raises(ConfigError, match=r'expected capacity="exact", .* got 64'):
-        AllToAllTokenDispatcher(config(capacity=64))
+        make(config(capacity=64))
 
 
 GOOD = {
@@ -175,8 +181,8 @@ GOOD = {
         ({"num_local_tokens_per_expert_E": torch.zeros(7)}, r"expert_E of shape \(8,\), got \(7,\)"),
     ],
 )
-def test_dispatch_says_what_it_expected(changes, message):
-    dispatcher = AllToAllTokenDispatcher(config())
+def test_dispatch_says_what_it_expected(make, changes, message):
+    dispatcher = make(config())
     dispatcher.dispatch(**GOOD)
     with pytest.raises(InputError, match=f"expected .*{message}"):
         dispatcher.dispatch(**{**GOOD, **changes})
@@ -191,8 +197,8 @@ def test_dispatch_says_what_it_expected(changes, message):
         (torch.zeros(12, 5, device="meta").double(), "y_RD on cpu, got meta"),
     ],
 )
-def test_combine_says_what_it_expected(y_RD, message):
-    dispatcher = AllToAllTokenDispatcher(config())
+def test_combine_says_what_it_expected(make, y_RD, message):
+    dispatcher = make(config())
     _, _, handle = dispatcher.dispatch(**GOOD)
     with pytest.raises(InputError, match=f"expected {message}"):
         dispatcher.combine(y_RD, handle)

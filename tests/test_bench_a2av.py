@@ -60,7 +60,7 @@ def test_command_writes_tidy_figures(tmp_path, capsys):
 
     rows, metrics = rows_of(files["csv"])
     assert tuple(rows[0]) == COLUMNS
-    assert set(metrics) == {(op, backend) for op in TINY.op for backend in DISPATCHERS}
+    assert set(metrics) == {(op, backend) for op in TINY.op for backend in TINY.backend}
     assert {row["mode"] for row in rows} == {"interpreted"}
     assert [[row[name] for name in COLUMNS] for row in rows] == [
         ["" if row[name] is None else str(row[name]) for name in COLUMNS]
@@ -314,6 +314,10 @@ def test_gate():
         ({"hidden": 3}, "expected --hidden of at least 4"),
         ({"warmup": -1}, "expected --warmup of 0 or more, got -1"),
         ({"op": ()}, "expected at least one --op"),
+        (
+            {"op": ("even", "flags"), "backend": ("symm", "local")},
+            "expected --op with any of dispatch, combine, forward-backward for --backend local",
+        ),
         ({"sizes": (8,)}, "expected --sizes of at least 16 bytes, got 8"),
         ({"routing": ("trace",), "trace": "missing.npz"}, "expected a readable trace at missing.npz"),
     ],

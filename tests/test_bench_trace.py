@@ -94,7 +94,7 @@ def test_damaged_traces(tmp_path):
 
 def test_training_writes_its_routing(tmp_path):
     sizes = dict(ranks=2, steps=2, tokens=16, context=8, layers=2, experts=4, top_k=2, dim=16)
-    options = TrainOptions(**sizes, dispatcher="all_to_all", out=tmp_path, trace=tmp_path / "trace.npz")
+    options = TrainOptions(**sizes, dispatcher=("all_to_all",), out=tmp_path, trace=tmp_path / "trace.npz")
     reports = []
 
     def keep(*args, **kwargs):

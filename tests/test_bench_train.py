@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.dispatchers import DISPATCHERS
+from bench.dispatchers import DISPATCHERS, sharing_of
 from bench.train import command, meter
-from bench.train.agreement import CALM, MOST_MOVED, compare
+from bench.train.agreement import CALM, MOST_MOVED, compare, compare_all
 from bench.train.corpus import draw_windows
 from bench.train.in_turn import Synchronous
 from bench.train.options import Options
@@ -54,9 +54,10 @@ def two_steps(trainer):
 
 
 def two_steps_of_a_rank(rank, group, name):
-    cfg = exchange_config(TINY, torch.float64)
+    sharing = sharing_of(name)
+    cfg = exchange_config(TINY, torch.float64, sharing=sharing)
     with DISPATCHERS[name](cfg, group, device="cpu") as dispatcher:
-        return two_steps(Trainer(TINY, dispatcher, group, torch.float64))
+        return two_steps(Trainer(TINY, dispatcher, group, torch.float64, sharing=sharing))
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
@@ -73,7 +74,7 @@ def test_ranks_train_as_one_process_does(name):
     compared = [(grads[0], first[1][0], second[1][0], 1e-13), (grads[1], first[1][1], second[1][1], 1e-11)]
     for expected, of_first, of_second, tolerance in [*compared, (parameters, first[2], second[2], 1e-11)]:
         for key, value in expected.items():
-            if "experts" in key:
+            if "experts" in key and sharing_of(name).experts:
                 torch.testing.assert_close(
                     torch.cat([of_first[key], of_second[key]]), value, rtol=0, atol=tolerance, msg=key
                 )
@@ -84,7 +85,7 @@ def test_ranks_train_as_one_process_does(name):
 
 
 def test_same_seed_same_curve():
-    only = replace(TINY, dispatcher="all_to_all")
+    only = replace(TINY, dispatcher=("all_to_all",))
     one, again = (run_ranks(train_rank, 2, only, DISPATCHERS)[0]["all_to_all"] for _ in range(2))
     other = run_ranks(train_rank, 2, replace(only, seed=1), DISPATCHERS)[0]["all_to_all"]
     assert one.losses == again.losses
@@ -94,13 +95,22 @@ def test_same_seed_same_curve():
 def test_command_writes_picture_and_figures(tmp_path):
     sizes = {"ranks": 2, "steps": 12, "tokens": 32, "context": 16, "layers": 1, "experts": 4, "dim": 16}
     arguments = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    arguments += ["--dispatcher", "both", "all_gather", "replicated", "local", "symm"]
     files = ["--out", str(tmp_path / "new"), "--json", str(tmp_path / "figures" / "train.json")]
     done = subprocess.run(
         [sys.executable, "-m", "bench", "train", *arguments, *files], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "Wrote" in done.stdout.splitlines()[-1]
-    assert done.stderr.count("\n") <= 8
+    # A line of progress in every tenth of a training, at most.
+    assert done.stderr.count("\n") <= 10 * len(DISPATCHERS)
+    lines = done.stdout.splitlines()
+    assert sum("The trainings agree" in line for line in lines) == len(DISPATCHERS) - 1
+    sent = next(line for line in lines if line.startswith("rows sent"))
+    tokens = 12 * 2 * 32 * 2
+    assert sent.split("  ")[-1].strip() == "none"
+    assert f"{tokens:,} slots" in sent
+    assert f"{tokens:,} tokens" in sent
 
     picture = (tmp_path / "new" / "train.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
@@ -143,7 +153,7 @@ def test_a_wrong_dispatcher_fails(wrong, tmp_path, capsys):
 
 
 def test_one_dispatcher_alone(tmp_path):
-    options = replace(TINY, ranks=1, dispatcher="all_to_all", out=tmp_path, json=tmp_path / "train.json")
+    options = replace(TINY, ranks=1, dispatcher=("all_to_all",), out=tmp_path, json=tmp_path / "train.json")
     assert command.run(options) == 0
     figures = json.loads((tmp_path / "train.json").read_text())
     assert figures["max_loss_difference"] is None
@@ -160,7 +170,11 @@ def test_one_dispatcher_alone(tmp_path):
         ({"dim": 20}, "multiple of 16, got 20"),
         ({"steps": 0}, "positive --steps, got 0"),
         ({"link": "fast"}, "expected --link latency=SECONDS,gbps=NUMBER or one of the two, got 'fast'"),
-        ({"link": "gbps=1", "dispatcher": "all_to_all"}, "expected --link with --dispatcher symm or both"),
+        ({"dispatcher": ()}, "expected at least one --dispatcher, got none"),
+        (
+            {"link": "gbps=1", "dispatcher": ("all_to_all", "local")},
+            "expected --link with --dispatcher symm or both, got all_to_all and local, without a link",
+        ),
     ],
 )
 def test_options_that_do_not_fit(change, message, tmp_path, capsys):
@@ -202,6 +216,24 @@ def test_compare(agree, factor, since, moved):
     assert result.agree == agree
     assert result.parted_at == min(moved, default=None)
     assert ("more than rounding" in result.text) == (not agree)
+
+
+def test_compare_all():
+    def training(factor, since=0):
+        return curves([loss * factor if step >= since else loss for step, loss in enumerate(FALLING)])
+
+    assert compare_all({"a": curves(FALLING)}) is None
+    pair = {"a": curves(FALLING), "b": training(1 + 5e-6, CALM)}
+    assert compare_all(pair) == compare(*pair.values())
+    result = compare_all({**pair, "c": training(1 + 2e-7), "d": curves([*FALLING[:-1], math.nan])})
+    assert not result.agree
+    assert [line.partition(":")[0] for line in result.text.splitlines()] == ["a and b", "a and c", "a and d"]
+    assert result.differences[0] == compare_all({**pair, "b": training(1 + 2e-7)}).differences[0]
+    assert result.differences[CALM] == compare_all(pair).differences[CALM]
+    assert math.isnan(result.differences[-1])
+    moved = {"a": curves(FALLING), "b": curves(FALLING, {7: 1}), "c": curves(FALLING, {6: 2})}
+    assert compare_all(moved).parted_at == 6
+    assert compare_all(moved).agree
 
 
 class Sleeper(torch.autograd.Function):

@@ -88,11 +88,38 @@ def test_links(text, latency, gbps):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "fast", "latency", "latency=", "latency=5m", "gbps=1ms", "latency=1,latency=2", "speed=1", "gbps=1,",
-     "latency=-1", "latency=inf", "latency=nan", "gbps=0", "gbps=nan"],
-)  # fmt: skip
+    [
+        "",
+        "fast",
+        "latency",
+        "latency=",
+        "latency=5m",
+        "gbps=1ms",
+        "latency=1,latency=2",
+        "speed=1",
+        "gbps=1,",
+    ],
+)
 def test_texts_that_are_no_link(text):
     with pytest.raises(ValueError, match=f"expected --link .*, got {re.escape(repr(text))}"):
+        parse_link(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            (f"latency={number}", "expected latency from 0 to 3600 seconds")
+            for number in ("-1", "inf", "nan")
+        ),
+        *(
+            (f"gbps={number}", "expected bandwidth of at least 1000 bytes a second")
+            for number in ("0", "nan")
+        ),
+    ],
+)
+def test_links_out_of_range(text, message):
+    with pytest.raises(ValueError, match=f"--link {text}: {message}"):
         parse_link(text)
 
 
@@ -101,7 +128,7 @@ def test_texts_that_are_no_link(text):
     [
         ({"micro_batches": 3}, "to be a multiple of --micro-batches 3, got 4"),
         ({"micro_batches": 0}, "positive --micro-batches, got 0"),
-        ({"dispatcher": "all_to_all"}, "expected --dispatcher symm with --schedule"),
+        ({"dispatcher": ("all_to_all", "all_gather")}, "expected --dispatcher symm with --schedule"),
         ({"schedule": None}, "expected --schedule domino beside --micro-batches"),
         ({"link": "latency=soon"}, "expected --link latency=SECONDS,gbps=NUMBER or one of the two"),
     ],

@@ -97,11 +97,11 @@ class Combine(_Operation):
 
     def check(self, result: Any) -> Faults:
         problem, case = self.problem, self.problem.case
-        expected_TD = torch.zeros(case.tokens, case.hidden, dtype=torch.float64, device=problem.device)
+        expected_TD = torch.zeros_like(problem.x_TD, dtype=torch.float64)
         size_TD = torch.zeros_like(expected_TD)
-        token_T = torch.arange(case.tokens)
+        token_T = problem.token_T
         for k in range(case.top_k):
-            origin_T = torch.where(problem.ids_TK[:, k].cpu() < 0, -1, problem.rank)
+            origin_T = torch.where(problem.ids_TK[:, k].cpu() < 0, -1, problem.origin_T)
             y_TD = problem.row_of(origin_T, token_T, torch.full_like(token_T, k)).double()
             term_TD = problem.scores_TK[:, k, None].double() * y_TD
             expected_TD += term_TD
@@ -137,8 +137,8 @@ class ForwardBackward(_Operation):
     def check(self, result: Any) -> Faults:
         rows_RD, out_TD, grad_x_TD, grad_scores_TK, has_factors = result
         problem, case = self.problem, self.problem.case
-        slot_TK = torch.arange(case.tokens * case.top_k).view(case.tokens, case.top_k)
-        factor_TK = _factor(problem.rank * case.tokens * case.top_k + slot_TK).to(problem.device)
+        code_T = (problem.origin_T * case.tokens + problem.token_T) * case.top_k
+        factor_TK = _factor(code_T[:, None] + torch.arange(case.top_k)).to(problem.device)
         factor_TK = factor_TK if has_factors else torch.ones_like(factor_TK)
         factor_TK = factor_TK.masked_fill(problem.ids_TK < 0, 0.0)
         weight_T = (problem.scores_TK.double() * factor_TK).sum(1, keepdim=True)
@@ -234,6 +234,6 @@ OPERATIONS: dict[Op, Any] = {
 }
 
 
-def make_operation(problem: Problem, backend: Backend) -> Operation:
-    """Return the operation of the problem's case."""
-    return OPERATIONS[problem.case.op](problem, backend)
+def make_operation(backend: Backend) -> Operation:
+    """Return the operation of the case of the backend's problem."""
+    return OPERATIONS[backend.problem.case.op](backend.problem, backend)

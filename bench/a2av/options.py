@@ -9,9 +9,20 @@ from typing import Literal
 from bench.shapes import SHAPES
 
 Op = Literal["dispatch", "combine", "forward-backward", "counts", "flags", "even"]
-BackendName = Literal["symm", "all_to_all"]
+BackendName = Literal["symm", "all_to_all", "all_gather", "replicated", "local"]
 RoutingName = Literal["balanced", "uniform", "zipf", "one-hot", "one-rank", "trace"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
+
+ROUTED: tuple[Op, ...] = ("dispatch", "combine", "forward-backward")
+
+OPS: dict[BackendName, tuple[Op, ...]] = {
+    "symm": (*ROUTED, "counts", "flags", "even"),
+    "all_to_all": (*ROUTED, "counts", "flags", "even"),
+    "all_gather": (*ROUTED, "counts"),
+    "replicated": ROUTED,
+    "local": ROUTED,
+}
+"""What each backend does in a way of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +39,11 @@ class Options:
     """What to measure. counts: every rank's slots of every expert, to every rank. flags: a barrier.
     even: an all-to-all of equal parts, over --sizes."""
     backend: tuple[BackendName, ...] = ("symm", "all_to_all")
-    """This library, and NCCL's (on CPUs gloo's) collectives."""
+    """symm: this library. The others use NCCL's (on CPUs gloo's) collectives. all_to_all: one row per slot.
+    all_gather: all tokens to all ranks, and a reduce-scatter back. replicated: every rank has the tokens of
+    all to begin with, and its combine is an all-reduce. local: every rank has all experts, and nothing is
+    sent: what ordering the rows costs. The last three run dispatch, combine and forward-backward, all_gather
+    counts too; other operations are left out."""
     routing: tuple[RoutingName, ...] = ("balanced", "uniform", "zipf", "one-hot", "one-rank")
     """How tokens choose experts. balanced: dealt out in turn; uniform: K different ones at random; zipf: the
     same, the n-th most popular expert 1/n as often as the first; one-hot: one slot a token, all of one
@@ -80,6 +95,12 @@ class Options:
         for name in ("op", "backend", "routing", "shape", "sizes"):
             if getattr(self, name) == ():
                 raise ValueError(f"expected at least one --{name}, got none")
+        for name in self.backend:
+            if not set(self.op) & set(OPS[name]):
+                raise ValueError(
+                    f"expected --op with any of {', '.join(OPS[name])} for --backend {name}, "
+                    f"got {', '.join(self.op)}"
+                )
         for name in ("tokens", "hidden", "experts", "top_k", "ranks", "iterations"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -6,13 +6,16 @@ asking anyone, and no row in a wrong place looks right.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench.a2av.cases import Case
+from bench.dispatchers import Sharing
 from symm_a2a import reference
 from symm_a2a.reference import RankRows
 
@@ -32,7 +35,10 @@ class Problem:
         rank: this rank.
         device: of the tensors.
         ids_WTK: int64, of all ranks, on the CPU.
-        ids_TK: int64, of this rank.
+        origin_T: int64, the rank that each of this rank's tokens is of, on the CPU: itself, but where it has
+            those of all.
+        token_T: int64, which of that rank's tokens it is, on the CPU.
+        ids_TK: int64, of this rank's tokens.
         x_TD: the rows of this rank's tokens.
         scores_TK: float32.
         grad_TD: the gradient of what a combine gives.
@@ -45,6 +51,8 @@ class Problem:
     rank: int
     device: torch.device
     ids_WTK: Tensor
+    origin_T: Tensor
+    token_T: Tensor
     ids_TK: Tensor
     x_TD: Tensor
     scores_TK: Tensor
@@ -84,25 +92,56 @@ def make_problem(case: Case, rank: int, device: torch.device, ids_WTK: Tensor, s
         ids_WTK: of `draw_ids`.
         seed: of the scores.
     """
-    generator = torch.Generator().manual_seed(seed * 1009 + rank)
-    T, K = case.tokens, case.top_k
-    scores_TK = torch.rand(T, K, generator=generator) + 0.05
-    token_T = torch.arange(T)
-    code_T = (rank * T + token_T) * K
     return Problem(
         case=case,
         rank=rank,
         device=device,
         ids_WTK=ids_WTK,
-        ids_TK=ids_WTK[rank].contiguous().to(device),
-        x_TD=encode(code_T.to(device), case),
-        scores_TK=scores_TK.to(device),
-        # The other way round, so that it is not x.
-        grad_TD=encode(code_T.to(device), case).flip(1).contiguous(),
+        **_tokens_of([rank], case, device, ids_WTK, seed),
         rows=reference.route(list(ids_WTK), case.experts)[rank],
         copies_WW=count(ids_WTK, case, distinct=True),
         slots_WW=count(ids_WTK, case, distinct=False),
     )
+
+
+def share_out(problem: Problem, sharing: Sharing, seed: int) -> Problem:
+    """Return the problem with what ranks do not share out, tokens or experts, all on every rank.
+
+    Args:
+        problem: of `make_problem`.
+        sharing: of the dispatcher.
+        seed: as for `make_problem`.
+    """
+    case, ids_WTK, rank = problem.case, problem.ids_WTK, problem.rank
+    if not sharing.tokens:
+        problem = replace(problem, **_tokens_of(range(case.ranks), case, problem.device, ids_WTK, seed))
+    if not sharing.experts:
+        rows = reference.route([ids_WTK[rank]], case.experts)[0]
+        rows = replace(rows, origin=torch.where(rows.origin < 0, -1, rank))
+        stays = [torch.diag(sent_WW.sum(1)) for sent_WW in (problem.copies_WW, problem.slots_WW)]
+        problem = replace(problem, rows=rows, copies_WW=stays[0], slots_WW=stays[1])
+    return problem
+
+
+def _tokens_of(
+    ranks: Sequence[int], case: Case, device: torch.device, ids_WTK: Tensor, seed: int
+) -> dict[str, Any]:
+    """Return the fields of a problem that are of tokens, for those of some ranks."""
+    T, K = case.tokens, case.top_k
+    origin_T = torch.tensor(ranks).repeat_interleave(T)
+    token_T = torch.arange(T).repeat(len(ranks))
+    x_TD = encode(((origin_T * T + token_T) * K).to(device), case)
+    generators = [torch.Generator().manual_seed(seed * 1009 + rank) for rank in ranks]
+    scores = [torch.rand(T, K, generator=generator) + 0.05 for generator in generators]
+    return {
+        "origin_T": origin_T,
+        "token_T": token_T,
+        "ids_TK": torch.cat([ids_WTK[rank] for rank in ranks]).to(device),
+        "x_TD": x_TD,
+        "scores_TK": torch.cat(scores).to(device),
+        # The other way round, so that it is not x.
+        "grad_TD": x_TD.flip(1).contiguous(),
+    }
 
 
 def encode(code_N: Tensor, case: Case) -> Tensor:

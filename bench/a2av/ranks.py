@@ -11,11 +11,11 @@ import torch.distributed as dist
 from bench.a2av.backends import Backend, Cost, open_backend
 from bench.a2av.cases import Case
 from bench.a2av.operations import Operation, make_operation
-from bench.a2av.options import BackendName, Options
-from bench.a2av.problem import Problem, make_problem
+from bench.a2av.options import OPS, BackendName, Options
+from bench.a2av.problem import Problem, make_problem, share_out
 from bench.a2av.routings import draw_ids
 from bench.a2av.timers import Captured, make_timer, measure
-from bench.dispatchers import DispatcherFactory
+from bench.dispatchers import DispatcherFactory, sharing_of
 from bench.progress import Progress
 from bench.trace import Trace
 from symm_a2a.errors import SymmA2AError
@@ -71,12 +71,16 @@ def measure_rank(rank: int, group: dist.ProcessGroup, work: Work) -> list[RankRe
     on_gpu = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     options, reports = work.options, []
-    with Progress("a2av", len(work.cases) * len(options.backend), rank == 0, "case") as progress:
+    steps = sum(case.op in OPS[name] for case in work.cases for name in options.backend)
+    with Progress("a2av", steps, rank == 0, "case") as progress:
         for case in work.cases:
             ids_WTK = draw_ids(case, options.seed, work.trace, options.trace_step, options.trace_layer)
             problem = make_problem(case, rank, device, ids_WTK, options.seed)
             for name in options.backend:
-                reports.append(_measure(name, problem, group, work))
+                if case.op not in OPS[name]:
+                    continue
+                shared = share_out(problem, sharing_of(name), options.seed)
+                reports.append(_measure(name, shared, group, work))
                 progress.advance(f"{case.title}, {name}")
     return reports
 
@@ -101,7 +105,7 @@ def _check(
     problem: Problem, backend: Backend, group: dist.ProcessGroup, graph: bool
 ) -> tuple[Operation, Cost | None, list[str]]:
     """Return the operation to time, what one run of it takes, and the faults of all ranks."""
-    operation, cost = make_operation(problem, backend), None
+    operation, cost = make_operation(backend), None
     try:
         if problem.device.type == "cuda":
             backend.dispatcher.warmup()

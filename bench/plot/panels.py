@@ -13,7 +13,14 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from bench.plot.load import Measured, Run
 from bench.style import BLUE, GREY, INK, ORANGE, PALE
 
-LOOKS = {"symm": (BLUE, "symm_a2a"), "all_to_all": (ORANGE, "all-to-all collectives")}
+LOOKS = {
+    "symm": (BLUE, "symm_a2a"),
+    "all_to_all": (ORANGE, "all-to-all collectives"),
+    # Green, purple and vermilion of Okabe and Ito.
+    "all_gather": ("#009E73", "all-gather"),
+    "replicated": ("#CC79A7", "replicated"),
+    "local": ("#D55E00", "local"),
+}
 TITLES = {
     "dispatch": "Dispatch",
     "combine": "Combine",

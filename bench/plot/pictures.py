@@ -20,8 +20,8 @@ RATES = ("logical_bandwidth", "remote_bandwidth")
 UNITS = (("GB/s", 1.0), ("MB/s", 1e-3), ("kB/s", 1e-6))
 """Of rates, each with one of it in GB/s, as files have them."""
 
-SIDES = {"symm": -0.18, "all_to_all": 0.18}
-"""Where the two backends stand on their line."""
+APART = 0.36
+"""How far two backends stand apart on their line, of which there is one for each case."""
 
 
 def draw(run: Run, folder: Path) -> list[Path]:
@@ -46,7 +46,7 @@ def latency(run: Run) -> Figure | None:
     measured = run.measured
     about = "median, and from the 20th to the 80th percentile; logarithmic"
     title = "Latency of the slowest rank"
-    figure, made = panels(run, measured, title, about, 1.25 * LINE, _backends(measured))
+    figure, made = panels(run, measured, title, about, _line(measured), _backends(measured))
     low = min(one.metrics["latency_p20"] for one in measured)
     high = max(one.metrics["latency_p80"] for one in measured)
     for axes, part in made:
@@ -72,7 +72,7 @@ def bandwidth(run: Run) -> Figure | None:
     peak = next((one.metrics["link_peak"] for one in measured if "link_peak" in one.metrics), None)
     if peak is not None:
         about += f"; dotted: the link's peak, {peak:g} {unit}"
-    figure, made = panels(run, measured, title, about, 1.25 * LINE, _backends(measured), ["even"])
+    figure, made = panels(run, measured, title, about, _line(measured), _backends(measured), ["even"])
     rates = [
         one.metrics[f"{kind}_bandwidth"]
         for one in measured if one.op != "even" for kind in ("logical", "remote")
@@ -84,8 +84,9 @@ def bandwidth(run: Run) -> Figure | None:
         for one, y in _lines(axes, part):
             colour = LOOKS[one.backend][0]
             logical, remote = (one.metrics[f"{kind}_bandwidth"] for kind in ("logical", "remote"))
-            axes.barh(y, logical, 0.3, color=colour, alpha=0.3)
-            axes.barh(y, remote, 0.3, color=colour)
+            thick = min(0.3, 0.7 / len(_backends(part)))
+            axes.barh(y, logical, thick, color=colour, alpha=0.3)
+            axes.barh(y, remote, thick, color=colour)
             write_beside(axes, max(logical, remote), y, _digits(remote), colour)
         axes.set_xlim(0, 1.2 * max(*rates, peak or 0.0))
         if peak is not None:
@@ -177,12 +178,18 @@ def _backends(measured: Sequence[Measured]) -> list[str]:
     return [name for name in LOOKS if any(one.backend == name for one in measured)]
 
 
+def _line(measured: Sequence[Measured]) -> float:
+    """Return the height of a case's line, in inches: room for each backend's number."""
+    return LINE * max(1.25, 0.55 * len(_backends(measured)))
+
+
 def _lines(axes: Axes, part: Sequence[Measured]) -> list[tuple[Measured, float]]:
     """Label the lines of a panel; return what is drawn, each with its place."""
     labels = list(dict.fromkeys(one.label for one in part))
     label_lines(axes, labels)
-    alone = len(_backends(part)) == 1
-    return [(one, labels.index(one.label) + (0 if alone else SIDES[one.backend])) for one in part]
+    names = _backends(part)
+    apart, middle = min(APART, 0.8 / len(names)), (len(names) - 1) / 2
+    return [(one, labels.index(one.label) + (names.index(one.backend) - middle) * apart) for one in part]
 
 
 def _time(microseconds: float) -> str:

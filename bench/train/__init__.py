@@ -1,1 +1,1 @@
-"""The demonstration: a mixture-of-experts model trained over local processes, with both dispatchers."""
+"""The demonstration: a mixture-of-experts model trained over local processes, with several dispatchers."""

@@ -1,4 +1,4 @@
-"""`python -m bench train`: train with both dispatchers or schedules, compare, and show what happened."""
+"""`python -m bench train`: train with several dispatchers or schedules, compare, and show what happened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.host import interpreted
 from bench.outputs import prepare
 from bench.trace import write_trace
 from bench.train import corpus
-from bench.train.agreement import Agreement, compare
+from bench.train.agreement import Agreement, compare, compare_all
 from bench.train.link import describe
 from bench.train.options import Options
 from bench.train.picture import draw
@@ -38,7 +38,7 @@ def run(options: Options, factories: Mapping[str, DispatcherFactory] = DISPATCHE
 
     Args:
         options: what to do.
-        factories: the dispatchers, by the names "symm" and "all_to_all".
+        factories: the dispatchers, by their names.
 
     Returns:
         0; or 1 if the trainings differ by more than rounding, 2 if the options do not fit or a file cannot be
@@ -86,7 +86,7 @@ def run(options: Options, factories: Mapping[str, DispatcherFactory] = DISPATCHE
 def _show_dispatchers(
     options: Options, trainings: dict[str, Training], seconds: float, corpus_N: Tensor
 ) -> tuple[Agreement | None, dict[str, Any]]:
-    verdict = compare(*trainings.values()) if len(trainings) == 2 else None
+    verdict = compare_all(trainings)
     figures = figures_of(options, trainings, verdict, seconds)
     print("", format_table(trainings, figures), "", *([verdict.text] if verdict else []), sep="\n")
     draw(options.out / "train.png", options, trainings, _landmarks(corpus_N), verdict)

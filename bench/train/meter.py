@@ -51,10 +51,10 @@ class MeteredDispatcher(Synchronous):
     Waiting for the peers counts, as it does for a trainer.
 
     Args:
-        dispatcher: `SymmTokenDispatcher` or `AllToAllTokenDispatcher`.
+        dispatcher: `SymmTokenDispatcher` or a baseline.
 
     Attributes:
-        sent_W: int64, rows sent to each rank so far, itself included: copies, or slots.
+        sent_W: int64, rows that dispatches sent to each rank so far, itself included.
         watch: time in exchanges so far.
     """
 

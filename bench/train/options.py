@@ -11,12 +11,16 @@ if TYPE_CHECKING:
 
 HEAD_DIM = 16
 
+DispatcherName = Literal["symm", "all_to_all", "all_gather", "replicated", "local"]
+BOTH: tuple[DispatcherName, ...] = ("symm", "all_to_all")
+"""What "both" stands for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Train a small mixture-of-experts model over local processes, once with each dispatcher or schedule.
 
-    Both trainings start from the same weights and see the same batches, so their losses may differ by
+    All trainings start from the same weights and see the same batches, so their losses may differ by
     rounding only; where they differ by more, the exit code is 1. No GPU is needed: the kernels run in
     Triton's interpreter, and how long they take there says nothing about the library's speed.
 
@@ -45,8 +49,12 @@ class Options:
     """Of AdamW at its peak; it rises over the first steps and falls to a tenth at the end."""
     seed: int = 0
     """Of the weights and the batches; the same seed gives the same curve."""
-    dispatcher: Literal["both", "symm", "all_to_all"] = "both"
-    """Which dispatcher to train with; only both can be compared. Schedules are compared with symm."""
+    dispatcher: tuple[Literal["both", DispatcherName], ...] = ("both",)
+    """Which dispatchers to train with, one after another; the first is compared with each of the others.
+    both: symm and all_to_all. all_gather: all tokens to all ranks, and a reduce-scatter back. replicated:
+    tokens are not shared out, every rank computes the whole batch of --ranks x --tokens, but for the experts;
+    its combine is an all-reduce. local: experts are not shared out, every rank has them all: data parallelism
+    alone. Schedules are compared with symm."""
     schedule: Literal["sync", "domino"] | None = None
     """Compare schedules in place of dispatchers: whichever is named, both train, side by side."""
     micro_batches: int | None = None
@@ -88,8 +96,11 @@ class Options:
         self._check_schedule()
 
     def _check_schedule(self) -> None:
-        if self.emulated_link and self.dispatcher == "all_to_all":
-            raise ValueError("expected --link with --dispatcher symm or both, got all_to_all, which has none")
+        if not self.dispatcher:
+            raise ValueError("expected at least one --dispatcher, got none")
+        others = " and ".join(self.dispatchers) if "symm" not in self.dispatchers else None
+        if self.emulated_link and others:
+            raise ValueError(f"expected --link with --dispatcher symm or both, got {others}, without a link")
         if self.schedule is None:
             if self.micro_batches is not None:
                 raise ValueError(
@@ -97,9 +108,9 @@ class Options:
                     f"{self.micro_batches} alone"
                 )
             return
-        if self.dispatcher == "all_to_all":
+        if others:
             raise ValueError(
-                "expected --dispatcher symm with --schedule, whose exchanges overlap, got all_to_all"
+                f"expected --dispatcher symm with --schedule, whose exchanges overlap, got {others}"
             )
         sequences = self.tokens // self.context
         if sequences % self.num_micro_batches:
@@ -130,7 +141,15 @@ class Options:
         """The trainings, in their order: by dispatcher, or with Domino by schedule."""
         if self.schedule is not None:
             return ("sync", "domino")
-        return ("symm", "all_to_all") if self.dispatcher == "both" else (self.dispatcher,)
+        return self.dispatchers
+
+    @property
+    def dispatchers(self) -> tuple[DispatcherName, ...]:
+        """The dispatchers, each once, in their order."""
+        names: list[DispatcherName] = []
+        for name in self.dispatcher:
+            names += BOTH if name == "both" else (name,)
+        return tuple(dict.fromkeys(names))
 
     @property
     def slots(self) -> int:

@@ -20,8 +20,18 @@ from bench.train.options import Options
 from bench.train.results import Training
 
 LOOKS: dict[str, dict[str, Any]] = {
+    "local": {"color": PALE, "linewidth": 10, "label": "all experts on every rank"},
     "all_to_all": {"color": ORANGE, "linewidth": 6, "alpha": 0.55, "label": "all-to-all collectives"},
+    "all_gather": {"color": "#009E73", "linewidth": 4.4, "alpha": 0.6, "label": "all-gather, reduce-scatter"},
+    "replicated": {"color": "#CC79A7", "linewidth": 3.2, "label": "all tokens on every rank"},
     "symm": {"color": BLUE, "linewidth": 1.8, "label": "symmetric memory"},
+}
+SENT = {
+    "symm": "One copy per token and rank",
+    "all_to_all": "One row per slot",
+    "all_gather": "Every token to every rank",
+    "replicated": "Every rank has all tokens",
+    "local": "Every rank has all experts",
 }
 THRESHOLD = {"color": GREY, "linewidth": 0.9, "linestyle": (0, (2, 3)), "zorder": 0}
 MOST_SHARES = 3.0
@@ -35,14 +45,14 @@ def draw(
     landmarks: Sequence[tuple[str, float]],
     agreement: Agreement | None,
 ) -> None:
-    """Write the picture of one or two trainings.
+    """Write the picture of one training or several.
 
     Args:
         path: of the PNG.
         options: of the run.
         trainings: by the dispatcher's name; the last two panels show the first.
         landmarks: names and losses of simpler models, to compare with.
-        agreement: of two trainings.
+        agreement: of several trainings.
     """
     name, first = next(iter(trainings.items()))
     with matplotlib.rc_context(STYLE):
@@ -56,7 +66,9 @@ def draw(
         if agreement:
             _draw_difference(figure.add_subplot(grid[1, 0], sharex=losses), agreement)
             losses.tick_params(labelbottom=False)
-            _title(losses, "Two dispatchers, one curve" if agreement.agree else "Two dispatchers, two curves")
+            number = ("Two", "Three", "Four", "Five")[len(trainings) - 2]
+            curves = "one curve" if agreement.agree else f"{'two' if number == 'Two' else 'several'} curves"
+            _title(losses, f"{number} dispatchers, {curves}")
         else:
             losses.set_xlabel("step")
             _title(losses, "The loss")
@@ -64,7 +76,7 @@ def draw(
 
         sent = figure.add_subplot(grid[:, 1])
         _draw_sent(sent, first)
-        _title(sent, "One copy per token and rank" if name == "symm" else "One row per slot")
+        _title(sent, SENT[name])
         _subtitle(sent, _about_sent(name, first.rows_sent, options.slots))
 
         loads = figure.add_subplot(grid[:, 2])
@@ -165,7 +177,13 @@ def _about_sent(name: str, rows: int, slots: int) -> str:
     Example:
         >>> _about_sent("symm", 30_000, 40_000)
         '40.0k slots travel as 30.0k copies: 25% fewer rows'
+        >>> _about_sent("all_gather", 60_000, 40_000)
+        '60.0k tokens travel, whatever their 40.0k slots'
     """
+    if name in ("replicated", "local"):
+        return "a dispatch sends no rows to other ranks"
+    if name == "all_gather":
+        return f"{short(rows)} tokens travel, whatever their {short(slots)} slots"
     if name == "symm":
         return f"{short(slots)} slots travel as {short(rows)} copies: {1 - rows / slots:.0%} fewer rows"
     return f"{short(rows)} slots travel as rows of their own"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import symm_a2a
-from bench.dispatchers import DispatcherFactory
+from bench.dispatchers import SHARED, DispatcherFactory, Sharing, sharing_of
 from bench.progress import Progress
 from bench.train.corpus import draw_windows, load_corpus
 from bench.train.in_turn import run_in_turn
@@ -35,7 +35,7 @@ class RankRecord:
     Attributes:
         losses: the mean loss of each step over the batch of all ranks.
         loads: of each step, the slots that went to each expert, all layers and ranks together.
-        sent: rows that this rank sent to each rank: copies, or slots.
+        sent: rows that this rank's dispatches sent to each rank.
         seconds: of the steps.
         seconds_in_exchanges: of these, in dispatch and combine, forward and backward.
         ids_SMTK: int32, the experts of this rank's tokens, by step and layer, if there is to be a trace.
@@ -58,6 +58,7 @@ class Trainer:
         group: of the ranks; None for a process of its own, with all the experts.
         dtype: of everything.
         domino: runs micro-batches of the sequences through the model; None for all of them at once.
+        sharing: what the ranks share out; it is the dispatcher's to say.
 
     Attributes:
         load_E: int64, slots of the last batch by expert, all layers and ranks together.
@@ -71,17 +72,20 @@ class Trainer:
         group: dist.ProcessGroup | None,
         dtype: torch.dtype = torch.float32,
         domino: symm_a2a.Domino | None = None,
+        sharing: Sharing = SHARED,
     ) -> None:
-        self.options, self.group = options, group
+        self.options = options
+        # Of the ranks that have other tokens than this one; their gradients are added up.
+        self.group = group if sharing.tokens else None
         self._run, self._micro_batches = (
             (run_in_turn, 1) if domino is None else (domino.run, domino.num_micro_batches)
         )
         self.rank, self.ranks = (
-            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+            (0, 1) if self.group is None else (dist.get_rank(self.group), dist.get_world_size(self.group))
         )
         self.corpus_N = load_corpus()
-        self.model = Model(options, dispatcher, group).to(dtype)
-        self._replicated = self.model.replicated()
+        self.model = Model(options, dispatcher, group if sharing.experts else None).to(dtype)
+        self._replicated = self.model.replicated() if sharing.experts else list(self.model.parameters())
         self._optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         self.load_E = torch.zeros(options.experts, dtype=torch.int64)
         self.ids_NTK = torch.zeros(options.layers, 0, options.top_k, dtype=torch.int64)
@@ -109,10 +113,10 @@ class Trainer:
         return self._add_up(batch.loss.detach())
 
     def _my_windows(self, number: int) -> torch.Tensor:
-        mine = self.options.tokens // self.options.context
-        windows = draw_windows(
-            self.corpus_N, self.options.seed, number, mine * self.ranks, self.options.context
-        )
+        options = self.options
+        whole = options.tokens // options.context * options.ranks
+        windows = draw_windows(self.corpus_N, options.seed, number, whole, options.context)
+        mine = whole // self.ranks
         return windows[self.rank * mine : (self.rank + 1) * mine]
 
     def _add_up(self, loss: torch.Tensor) -> float:
@@ -134,14 +138,17 @@ class Trainer:
 
 
 def exchange_config(
-    options: Options, dtype: torch.dtype = torch.float32, micro_batches: int = 1
+    options: Options,
+    dtype: torch.dtype = torch.float32,
+    micro_batches: int = 1,
+    sharing: Sharing = SHARED,
 ) -> symm_a2a.EPConfig:
     """Return the sizes of the layers' exchanges, with a lane for each micro-batch."""
     return symm_a2a.EPConfig(
         num_experts=options.experts,
         top_k=options.top_k,
         hidden_dim=options.dim,
-        max_tokens_per_rank=options.tokens // micro_batches,
+        max_tokens_per_rank=options.tokens * (1 if sharing.tokens else options.ranks) // micro_batches,
         dtype=dtype,
         num_lanes=micro_batches,
     )
@@ -166,9 +173,10 @@ def over_link(factory: DispatcherFactory, options: Options, name: str = "symm") 
 def _train(
     name: str, factory: DispatcherFactory, options: Options, group: dist.ProcessGroup, show: bool
 ) -> RankRecord:
-    with factory(exchange_config(options), group, device="cpu") as dispatcher:
+    rank, sharing = dist.get_rank(group), sharing_of(name)
+    with factory(exchange_config(options, sharing=sharing), group, device="cpu") as dispatcher:
         metered = MeteredDispatcher(dispatcher)
-        trainer = Trainer(options, metered, group)
+        trainer = Trainer(options, metered, group, sharing=sharing)
         losses, loads, ids = [], [], []
         dist.barrier(group)
         begin = time.perf_counter()
@@ -177,13 +185,20 @@ def _train(
                 losses.append(trainer.step(number))
                 loads.append(trainer.load_E.tolist())
                 if options.trace:
-                    ids.append(trainer.ids_NTK.numpy().astype(np.int32))
+                    ids_NTK = (
+                        trainer.ids_NTK if sharing.tokens else trainer.ids_NTK.chunk(options.ranks, 1)[rank]
+                    )
+                    ids.append(ids_NTK.numpy().astype(np.int32))
                 progress.advance(f"loss {losses[-1]:.3f}")
         seconds = time.perf_counter() - begin
+    sent = metered.sent_W.tolist()
+    if not sharing.experts:
+        # In a group of one, which is this rank.
+        sent = [sent[0] if other == rank else 0 for other in range(options.ranks)]
     return RankRecord(
         losses=losses,
         loads=loads,
-        sent=metered.sent_W.tolist(),
+        sent=sent,
         seconds=seconds,
         seconds_in_exchanges=metered.watch.seconds,
         ids_SMTK=np.stack(ids) if ids else None,

@@ -1,4 +1,4 @@
-"""What the ranks' reports amount to: one training per dispatcher, and the figures of both."""
+"""What the ranks' reports amount to: one training per dispatcher, and the figures of all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.trace import Trace
 from bench.train.agreement import Agreement
-from bench.train.options import Options
+from bench.train.options import BOTH, Options
 from bench.train.ranks import RankRecord, exchange_config
 
 
@@ -21,7 +21,8 @@ class Training:
     Attributes:
         losses: mean loss of each step, in nats per byte.
         loads: of each step, the slots that went to each expert, all layers together.
-        sent: rows sent, `sent[sender][receiver]`: copies with "symm", slots with "all_to_all".
+        sent: rows that dispatches sent, `sent[sender][receiver]`: copies with "symm", tokens with
+            "all_gather", otherwise slots.
         seconds: of the steps, of the slowest rank.
         seconds_in_exchanges: of these, in exchanges; of the slowest rank.
     """
@@ -85,10 +86,10 @@ def figures_of(
     Args:
         options: of the run.
         trainings: by the dispatcher's name.
-        agreement: of the two, if there are two.
+        agreement: of the trainings, if there are several.
         seconds: of everything, the start of the processes included.
     """
-    names = ("symm", "all_to_all")
+    names = dict.fromkeys((*BOTH, *trainings))
     symm = trainings.get("symm")
     row: dict[str, Any] = {"steps": options.steps, "ranks": options.ranks}
     for name in names:

@@ -1,4 +1,4 @@
-"""The figures of both trainings, as text for a terminal."""
+"""The figures of all trainings, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from tabulate import tabulate
 from bench.train.link import describe, parse_link
 from bench.train.results import Training
 
-TITLES = {"symm": "SymmTokenDispatcher", "all_to_all": "AllToAllTokenDispatcher"}
+TITLES = {
+    "symm": "SymmTokenDispatcher",
+    "all_to_all": "AllToAllTokenDispatcher",
+    "all_gather": "AllGatherTokenDispatcher",
+    "replicated": "ReplicatedTokenDispatcher",
+    "local": "a group of one",
+}
 
 
 def format_table(trainings: dict[str, Training], figures: dict[str, Any]) -> str:
@@ -23,10 +29,7 @@ def format_table(trainings: dict[str, Training], figures: dict[str, Any]) -> str
     rows = [
         ["first loss, nats per byte", *(f"{t.losses[0]:.4f}" for t in trainings.values())],
         ["last loss", *(f"{t.losses[-1]:.4f}" for t in trainings.values())],
-        [
-            "rows sent",
-            *(f"{t.rows_sent:,} {'copies' if name == 'symm' else 'slots'}" for name, t in trainings.items()),
-        ],
+        ["rows sent by dispatches", *(_rows(name, training) for name, training in trainings.items())],
         [
             "symmetric memory of a rank",
             *(
@@ -56,3 +59,9 @@ def format_table(trainings: dict[str, Training], figures: dict[str, Any]) -> str
         )
     notes.append(f"{figures['seconds']:.0f} s in all, the start of the processes included.")
     return "\n".join([table, "", *notes])
+
+
+def _rows(name: str, training: Training) -> str:
+    kinds = {"symm": "copies", "all_gather": "tokens"}
+    # Ranks that have all experts, or all tokens, have no rows to send; the latter's combine is an all-reduce.
+    return "none" if name in ("local", "replicated") else f"{training.rows_sent:,} {kinds.get(name, 'slots')}"

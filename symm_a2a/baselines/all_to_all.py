@@ -17,40 +17,14 @@ not depend on their input.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from symm_a2a.config import EPConfig
-from symm_a2a.errors import ClosedError, ConfigError, ExpertIdError, InputError, JoinedTwiceError
-from symm_a2a.validation import check_combine, check_dispatch
-
-Result = TypeVar("Result")
-
-
-class _Joinable(Generic[Result]):
-    """An exchange that is already done, in no lane; `join` gives its result, once."""
-
-    lane = None
-
-    def __init__(self, result: Result) -> None:
-        self._result: Result | None = result
-
-    def join(self) -> Result:
-        """Return the result.
-
-        Raises:
-            JoinedTwiceError: it was joined before.
-        """
-        if self._result is None:
-            raise JoinedTwiceError("expected one join of an exchange, got a second")
-        result, self._result = self._result, None
-        return result
+from symm_a2a.baselines.base import BaselineDispatcher, expert_major, pad_counts, sort_by_expert
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,24 +52,15 @@ class AllToAllHandle:
     token: torch.Tensor
 
 
-class AllToAllTokenDispatcher:
-    """Dispatch and combine by variable all-to-all of one row per slot, over NCCL or gloo.
+class AllToAllTokenDispatcher(BaselineDispatcher[AllToAllHandle]):
+    """Dispatch and combine by variable all-to-all of one row per slot; see `BaselineDispatcher`.
 
-    Rows come in the order (expert, origin rank, origin slot), and are ordinary tensors. Every rank of
-    the group must make the same calls in the same order, also with zero tokens; in the backward too,
-    which autograd sees to if every rank's loss depends on what `combine` gave it.
-
-    Args:
-        cfg: sizes and dtype, equal on every rank; `capacity` must be `"exact"`.
-        group: of the ranks that share the experts; None is the world, or where `torch.distributed` is
-            not initialised, this process alone, without communication.
-        device: where the rows live; None is the current CUDA device if the group's backend has NCCL
-            (without a group: if there is one), and otherwise the CPU.
-
-    Raises:
-        ConfigError: a static capacity; or experts that do not divide among the ranks.
+    In a combine, a row times its score is taken in fp32 (fp64 for fp64 rows) and rounded to `cfg.dtype`.
+    The sum over a token's slots is `index_add`'s in that dtype, as in trainers: on CUDA rounded at every
+    step, in any order; on the CPU rounded once.
 
     Example:
+        >>> from symm_a2a.config import EPConfig
         >>> cfg = EPConfig(
         ...     num_experts=2, top_k=1, hidden_dim=1, max_tokens_per_rank=4, dtype=torch.float32
         ... )
@@ -107,73 +72,15 @@ class AllToAllTokenDispatcher:
         ([[2.0], [1.0]], [1, 1], [[0.5], [1.0]])
     """
 
-    def __init__(
-        self,
-        cfg: EPConfig,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        """Settle on the group and the device; nothing is sent."""
-        if cfg.capacity != "exact":
-            raise ConfigError(
-                f'expected capacity="exact", the only one AllToAllTokenDispatcher has, got {cfg.capacity!r}'
-            )
-        if group is None and dist.is_initialized():
-            group = dist.group.WORLD
-        self.cfg = cfg
-        self.group = group
-        self.world_size = dist.get_world_size(group) if group is not None else 1
-        layout = cfg.layout(self.world_size)
-        self.num_local_experts = layout.num_local_experts
-        self.device = _resolve_device(group, device)
-        self._score_dtype = layout.score_dtype
-        self._closed = False
-        # Explicit dtype and device, and no inference mode: trainers build models under any of these.
-        with torch.inference_mode(False):
-            self._anchor = torch.zeros(1, dtype=torch.float32, device=self.device, requires_grad=True)
+    handle_type = AllToAllHandle
 
-    def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        scores_TK: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor | None = None,
-        *,
-        lane: int | None = None,
+    def _dispatch(
+        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, AllToAllHandle]:
-        """Send every token to its experts' ranks; the host waits for the counts.
-
-        Args:
-            x_TD: `(T, D)` of `cfg.dtype`, any strides, T from 0 to `cfg.max_tokens_per_rank`.
-            scores_TK: `(T, K)` of any floating point dtype; `combine` weighs with them.
-            topk_ids_TK: `(T, K)` of int32 or int64, an expert per slot; -1 masks the slot. The same
-                expert twice in a token counts twice.
-            num_local_tokens_per_expert_E: `(E,)`; not read, the ids say the same.
-            lane: taken so that dispatchers can be swapped; collectives know no lanes.
-
-        Returns:
-            rows: `(R, D)` of `cfg.dtype`; it requires grad wherever grad mode is on.
-            tokens per expert: int32 `(L,)`, padding rows included; their sum is R.
-            handle: for `combine`.
-
-        Raises:
-            ClosedError: the dispatcher was closed.
-            InputError: a shape, dtype or device that does not fit.
-            ExpertIdError: an id outside `[-1, E)`; nothing was sent.
-        """
-        self._check_open()
-        check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
-        num_experts, num_local, ranks = self.cfg.num_experts, self.num_local_experts, self.world_size
-
-        ids_N, slot_N = topk_ids_TK.reshape(-1).long().sort(stable=True)
-        # Where each id from -1 to E would start in the sorted ids: the first says whether there are
-        # smaller ids, the last whether there are larger ones.
-        candidates = torch.arange(-1, num_experts + 1, dtype=torch.int64, device=self.device)
-        start = torch.searchsorted(ids_N, candidates)
+        num_local, ranks = self.num_local_experts, self.world_size
+        ids_N, slot_N, start = sort_by_expert(ids_TK.reshape(-1), self.cfg.num_experts)
         start_host = start.tolist()
-        if start_host[0] != 0 or start_host[-1] != len(ids_N):
-            wrong = ids_N[0 if start_host[0] != 0 else -1].item()
-            raise ExpertIdError(f"expected topk_ids_TK in [-1, {num_experts}), got {wrong}")
+        self._require_in_range(ids_N, start_host)
         sent = [
             start_host[1 + (rank + 1) * num_local] - start_host[1 + rank * num_local] for rank in range(ranks)
         ]
@@ -185,10 +92,9 @@ class AllToAllTokenDispatcher:
             # (destination rank, expert) becomes (origin rank, expert).
             counts_WL = _exchange(counts_WL, [1] * ranks, [1] * ranks, self.group)
         received = counts_WL.sum(1)
-        pad = self.cfg.pad_multiple
-        padded_L = (counts_WL.sum(0) + pad - 1) // pad * pad
+        padded_L = pad_counts(counts_WL.sum(0), self.cfg.pad_multiple)
         *received, num_rows = torch.cat([received, padded_L.sum(0, keepdim=True)]).tolist()
-        row_Q = _expert_major(counts_WL, padded_L, sum(received))
+        row_Q = expert_major(counts_WL, padded_L, sum(received))
 
         rows_QD, token = _AllToAll.apply(
             self._anchor, x_TD.index_select(0, token_S), sent, received, self.group
@@ -206,31 +112,7 @@ class AllToAllTokenDispatcher:
         )
         return rows_RD, padded_L.to(torch.int32), handle
 
-    def combine(
-        self, y_RD: torch.Tensor, handle: AllToAllHandle, x_TD: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Send the experts' rows back; add up each token's, weighted by its scores.
-
-        A row times its score is taken in fp32 (fp64 for fp64 rows) and rounded to `cfg.dtype`. The sum
-        over a token's slots is `index_add`'s in that dtype, as in trainers: on CUDA rounded at every
-        step, in any order; on the CPU rounded once.
-
-        Args:
-            y_RD: `(R, D)` of `cfg.dtype`, any strides, a row for each that `dispatch` gave.
-            handle: what that `dispatch` gave.
-            x_TD: not read; taken because some trainers' dispatchers need it.
-
-        Returns:
-            `(T, D)` of `cfg.dtype`; zeros for a token whose slots are all masked.
-
-        Raises:
-            ClosedError: the dispatcher was closed.
-            InputError: a shape, dtype or device that does not fit, or another dispatcher's handle.
-        """
-        self._check_open()
-        if not isinstance(handle, AllToAllHandle):
-            raise InputError(f"expected the handle that dispatch gave, got {type(handle).__name__}")
-        check_combine(self.cfg, self.device, y_RD, handle.num_rows)
+    def _combine(self, y_RD: torch.Tensor, handle: AllToAllHandle) -> torch.Tensor:
         anchor = self._anchor + handle.token
         y_SD, _ = _AllToAll.apply(
             anchor, y_RD.index_select(0, handle.received_rows), handle.received, handle.sent, self.group
@@ -238,93 +120,6 @@ class AllToAllTokenDispatcher:
         weighted_SD = (y_SD.to(self._score_dtype) * handle.sent_scores[:, None]).to(self.cfg.dtype)
         out_TD = weighted_SD.new_zeros(handle.num_tokens, self.cfg.hidden_dim)
         return out_TD.index_add(0, handle.sent_tokens, weighted_SD)
-
-    def dispatch_async(
-        self,
-        x_TD: torch.Tensor,
-        scores_TK: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor | None = None,
-        *,
-        lane: int | None = None,
-    ) -> _Joinable[tuple[torch.Tensor, torch.Tensor, AllToAllHandle]]:
-        """Run `dispatch` and return an object whose `join()` gives its result, once.
-
-        Nothing is left to overlap with: it is here so that dispatchers can be swapped.
-        """
-        return _Joinable(
-            self.dispatch(x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E, lane=lane)
-        )
-
-    def combine_async(
-        self, y_RD: torch.Tensor, handle: AllToAllHandle, x_TD: torch.Tensor | None = None
-    ) -> _Joinable[torch.Tensor]:
-        """Run `combine` and return an object whose `join()` gives its result, once."""
-        return _Joinable(self.combine(y_RD, handle, x_TD))
-
-    @property
-    def num_lanes(self) -> int:
-        """Exchanges that may be in flight at once, as the config has it; here they end where they begin."""
-        return self.cfg.num_lanes
-
-    def in_lane(self, lane: int) -> AbstractContextManager[None]:
-        """Do nothing: there are no lanes here."""
-        del lane
-        return nullcontext()
-
-    def require_idle(self, lane: int | None = None) -> None:
-        """Raise `ClosedError` after `close`; nothing is ever in flight here."""
-        del lane
-        self._check_open()
-
-    def give_up(self, reason: str) -> None:
-        """Refuse further use; peers that wait for this rank wait as long as the group's own timeout."""
-        del reason
-        self.close()
-
-    def warmup(self) -> None:
-        """Run one step, forward and backward, that sends a row to every rank if the capacity allows.
-
-        Collective: every rank of the group must call it. Connections and kernels exist afterwards.
-
-        Raises:
-            ClosedError: the dispatcher was closed.
-        """
-        cfg = self.cfg
-        num_tokens = min(cfg.max_tokens_per_rank, -(-self.world_size // cfg.top_k))
-        slots = torch.arange(num_tokens * cfg.top_k, dtype=torch.int64, device=self.device)
-        ids_TK = (slots * self.num_local_experts % cfg.num_experts).view(num_tokens, cfg.top_k)
-        with torch.inference_mode(False), torch.enable_grad():
-            x_TD = torch.zeros(
-                num_tokens, cfg.hidden_dim, dtype=cfg.dtype, device=self.device, requires_grad=True
-            )
-            scores_TK = torch.zeros(
-                num_tokens, cfg.top_k, dtype=self._score_dtype, device=self.device, requires_grad=True
-            )
-            rows_RD, _, handle = self.dispatch(x_TD, scores_TK, ids_TK)
-            self.combine(rows_RD, handle).sum().backward()
-
-    def close(self) -> None:
-        """Refuse further use; the group stays the caller's. Closing twice is allowed."""
-        self._closed = True
-
-    def __enter__(self) -> AllToAllTokenDispatcher:
-        """Return the dispatcher; it is closed at the end of the block."""
-        self._check_open()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close the dispatcher."""
-        self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("expected an open dispatcher, got one that was closed")
 
 
 class _AllToAll(torch.autograd.Function):
@@ -367,34 +162,3 @@ def _exchange(
     out = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out
-
-
-def _expert_major(counts_WL: torch.Tensor, padded_L: torch.Tensor, num_received: int) -> torch.Tensor:
-    """Return int64 `(Q,)`: the row of each slot received, which come in (origin, expert, slot) order.
-
-    Args:
-        counts_WL: int64, slots from each origin for each local expert.
-        padded_L: int64, rows of each local expert.
-        num_received: Q, the sum of `counts_WL`; given, so that the host need not wait for it.
-
-    Example:
-        >>> _expert_major(torch.tensor([[1, 2], [2, 0]]), torch.tensor([4, 2]), 5).tolist()
-        [0, 4, 5, 1, 2]
-    """
-    expert_start_L = padded_L.cumsum(0) - padded_L
-    row_WL = expert_start_L + counts_WL.cumsum(0) - counts_WL
-    counts = counts_WL.flatten()
-    slot_WL = counts.cumsum(0) - counts
-    shift_Q = (row_WL.flatten() - slot_WL).repeat_interleave(counts, output_size=num_received)
-    return torch.arange(num_received, dtype=torch.int64, device=counts.device) + shift_Q
-
-
-def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
-    """Return the device with its index, or the one that fits the group."""
-    if device is None:
-        nccl = group is None or "nccl" in dist.get_backend_config(group)
-        device = "cuda" if nccl and torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
