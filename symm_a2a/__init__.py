@@ -27,8 +27,11 @@ from symm_a2a.errors import (  # noqa: E402
     SymmA2AError,
 )
 from symm_a2a.handle import Handle, PendingCombine, PendingDispatch  # noqa: E402
+from symm_a2a.load import Load  # noqa: E402
 from symm_a2a.memory import Link  # noqa: E402
 from symm_a2a.ops import checkpoint_ops  # noqa: E402
+from symm_a2a.placement import Placement  # noqa: E402
+from symm_a2a.rebalance import rebalance  # noqa: E402
 from symm_a2a.stats import Stats  # noqa: E402
 from symm_a2a.timeline import Timeline, save_picture, save_trace  # noqa: E402
 from symm_a2a.version import __version__  # noqa: E402
@@ -50,10 +53,12 @@ __all__ = [
     "JoinedTwiceError",
     "LaneBusyError",
     "Link",
+    "Load",
     "PeerLostError",
     "PeerTimeoutError",
     "PendingCombine",
     "PendingDispatch",
+    "Placement",
     "RecordingError",
     "ScheduleError",
     "Stages",
@@ -66,6 +71,7 @@ __all__ = [
     "baselines",
     "checkpoint_ops",
     "group_batches",
+    "rebalance",
     "reference",
     "save_picture",
     "save_trace",

@@ -58,9 +58,8 @@ def _barrier_kernel(
             if HAS_COUNTS:
                 for first in tl.range(0, W * E, BLOCK):
                     i = first + tl.arange(0, BLOCK)
-                    tl.store(
-                        counts_out_ptr + i, tl.load(counts_ptr + i, mask=i < W * E, other=0), mask=i < W * E
-                    )
+                    counts = tl.load(counts_ptr + i + i // E * (W + 1), mask=i < W * E, other=0)
+                    tl.store(counts_out_ptr + i, counts, mask=i < W * E)
             tl.store(state_ptr + _JOINED, here)
             publish(peers_ptr, FREE, rank, flag_words(here, 0, W_PAD), W, W_PAD)
         else:

@@ -51,19 +51,29 @@ def count_tokens(
 
 @triton.jit
 def send_counts(
-    slots, peers_ptr, state_ptr, rank, epoch, KIND: tl.constexpr,
+    slots, copies, ledger_ptr, peers_ptr, state_ptr, rank, epoch, KIND: tl.constexpr,
     COUNTS: tl.constexpr, COUNTS_READY: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's counts to its section at every peer, and publish them."""
+    """Store this rank's slots for every expert, its copies for every rank, and the mark of its placement.
+
+    To every peer; then publish them.
+    """
     e = tl.arange(0, E_PAD)
     w = tl.arange(0, W_PAD)
     base = tl.load(peers_ptr + w, mask=w < W, other=0) + COUNTS
-    section = base.to(tl.pointer_type(tl.int32)) + rank * E
+    section = base.to(tl.pointer_type(tl.int32)) + rank * (E + W + 1)
     tl.store(
         section[:, None] + e[None, :],
         tl.broadcast_to(slots[None, :], (W_PAD, E_PAD)),
         mask=(w < W)[:, None] & (e < E)[None, :],
     )
+    tl.store(
+        section[:, None] + E + w[None, :],
+        tl.broadcast_to(copies[None, :], (W_PAD, W_PAD)),
+        mask=(w < W)[:, None] & (w < W)[None, :],
+    )
+    mark = tl.load(ledger_ptr + 1).to(tl.int32)
+    tl.store(section + E + W, tl.broadcast_to(mark, (W_PAD,)), mask=w < W)
     publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, label_of(epoch, KIND), W_PAD), W, W_PAD)
     tl.store(state_ptr + _COUNTED, epoch)
