@@ -84,7 +84,8 @@ def check(world, placement, xs, scores, ids, weights):
     sum((out**2).sum() for out in plain).backward()
     sums = torch.zeros_like(weights)
     for mine, weight in zip(placement.experts_of_rank, held, strict=True):
-        sums.index_add_(0, torch.tensor(mine, dtype=torch.int64), weight.grad)
+        if mine:
+            sums.index_add_(0, torch.tensor(mine), weight.grad)
     pairs = [*zip(outs, plain, strict=True), (sums, all_weights.grad)]
     pairs += [(a.grad, b.grad) for a, b in zip([*xs, *scores], [*xs_, *scores_], strict=True)]
     for ours, theirs in pairs:
