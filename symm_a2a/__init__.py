@@ -5,6 +5,7 @@ from symm_a2a import runtime
 runtime.choose_runtime()
 
 from symm_a2a import baselines, reference, testing  # noqa: E402
+from symm_a2a.alignment import Alignment, align_blocks  # noqa: E402
 from symm_a2a.config import EPConfig  # noqa: E402
 from symm_a2a.dispatcher import SymmTokenDispatcher  # noqa: E402
 from symm_a2a.domino import Domino, Stages, group_batches, token_shares  # noqa: E402
@@ -38,6 +39,7 @@ from symm_a2a.version import __version__  # noqa: E402
 from symm_a2a.virtual import VirtualWorld  # noqa: E402
 
 __all__ = [
+    "Alignment",
     "CapacityError",
     "ClosedError",
     "ConfigError",
@@ -68,6 +70,7 @@ __all__ = [
     "Timeline",
     "VirtualWorld",
     "__version__",
+    "align_blocks",
     "baselines",
     "checkpoint_ops",
     "group_batches",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from symm_a2a.errors import InputError
-from symm_a2a.kernels.align import BLOCK, align
+from symm_a2a.kernels import align as kernel
 
 
 class Alignment(NamedTuple):
@@ -76,7 +76,7 @@ def align_blocks(
     M = -(-most // block_size) * block_size
     new = {"dtype": torch.int32, "device": ids_N.device}
     found = Alignment(torch.empty(M, **new), torch.empty(M // block_size, **new), torch.empty(1, **new))
-    sums = torch.empty((max(1, -(-N // BLOCK)), num_experts), **new)
+    sums = torch.empty((max(1, -(-N // kernel.BLOCK)), num_experts), **new)
     contiguous_map = None if expert_map_E is None else expert_map_E.contiguous()
-    align(ids_N, contiguous_map, block_size, sums, *found)
+    kernel.align(ids_N, contiguous_map, block_size, sums, *found)
     return found

@@ -98,6 +98,17 @@ class Arena:
         finally:
             self.lane_in_turn = before
 
+    def default_lane(self) -> int:
+        """Return the lane of a dispatch that names none: the one in turn.
+
+        In a backward an idle one, if that is busy: a checkpoint within a micro-batch runs its exchanges again
+        while another micro-batch's is in flight. Which lanes are busy then is the same on every rank.
+        """
+        turn = self.lane_in_turn
+        if not torch.compiler.is_compiling() and _in_backward() and self.lanes[turn].in_flight:
+            return next((lane.index for lane in self.lanes if not lane.in_flight), turn)
+        return turn
+
     def fail(self, error: ExchangeError) -> None:
         """End the work of every rank at once: each lane here raises `error`, the peers learn of it."""
         if not self.closed and not self._failures:
@@ -175,6 +186,11 @@ class Arena:
         if not failed:
             for lane in lanes:
                 lane.raise_overflow()
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def _drop_grad(anchor: torch.Tensor) -> None:

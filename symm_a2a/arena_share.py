@@ -162,9 +162,9 @@ class ArenaShare:
             raise ClosedError("expected an open dispatcher, got one that was closed, or whose arena was")
 
     def _index(self, lane: int | None) -> int:
-        """Return a lane's place in the arena; the one in turn for None."""
+        """Return a lane's place in the arena."""
         if lane is None:
-            return self.arena.lane_in_turn
+            return self.arena.default_lane()
         if isinstance(lane, bool) or not isinstance(lane, int) or not 0 <= lane < len(self._lanes):
             raise InputError(f"expected a lane in [0, {len(self._lanes)}), got {lane!r}")
         return lane

@@ -22,8 +22,8 @@ from symm_a2a.memory import SymmetricMemory
 from symm_a2a.readback import peek
 
 _BREAKS = (
-    "a rank that skips its backward, runs in no_grad alone, or whose loss ignores its output "
-    "(add 0 * out.sum()) breaks that order"
+    "a rank that skips its backward, runs in no_grad alone, has other numbers of layers or micro-batches, "
+    "or whose loss ignores its output (add 0 * out.sum()) breaks that order"
 )
 _ADVICE = f" (EPConfig.timeout). Every rank must run every exchange, in the same order: {_BREAKS}"
 

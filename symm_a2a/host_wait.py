@@ -53,7 +53,13 @@ class HostWait:
         self._until(f"{kind.direction}_ready", self.launched(kind), kind, Wait.COPIES)
         arrivals = self._memory.arrivals
         if arrivals is not None and arrivals.emulated:
-            time.sleep(max(0.0, self._arrival(arrivals, kind) - time.monotonic()))
+            transit = self._arrival(arrivals, kind) - time.monotonic()
+            if transit > self._timeout:
+                raise ExchangeError(
+                    f"expected copies to arrive within EPConfig.timeout = {self._timeout:g} s, got "
+                    f"{transit:.3g} s of transit over the emulated link in {kind.title}, lane {self._index}"
+                )
+            time.sleep(max(0.0, transit))
 
     def arrival(self, kind: Kind) -> float | None:
         """Return when the copies that have been waited for were here, where the senders can say so."""

@@ -23,7 +23,9 @@ def beside_the_caller(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+    # Streams come from pools, one for each priority, and are handed out again: lanes' are of another one, and
+    # nothing here can end up behind a launch that waits.
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-3)):
         yield
 
 

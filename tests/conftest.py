@@ -1,3 +1,5 @@
+import signal
+
 import hypothesis
 import pytest
 import torch
@@ -6,6 +8,10 @@ from symm_a2a.kernels.blocks import INTERPRETED
 
 hypothesis.settings.register_profile("symm_a2a", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("symm_a2a")
+
+# A shell starts its background jobs with interrupts ignored, and what they start inherits that: tests that
+# interrupt what they started would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -253,6 +253,13 @@ def test_few_tokens_are_slower_in_parts_whatever_the_link_takes():
     assert make(Options(tokens=128, context=32)).verdict.reason == "micro-batches too small"
 
 
+def test_one_lane_is_given_as_the_reason():
+    plan = make(Options(lanes=1))
+    assert plan.verdict.reason == "one lane"
+    assert "with one lane no exchange runs beside" in plan.verdict.text
+    assert "-0" not in plan.verdict.text
+
+
 def test_what_does_not_fit_at_all_is_said_so():
     plan = make(Options(shape="deepseek-v3", layers="all"))
     assert plan.verdict.reason == "memory"

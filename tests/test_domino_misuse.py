@@ -43,6 +43,10 @@ def yields_a_tensor(carrier):
     yield torch.ones(1)
 
 
+def yields_text(carrier):
+    yield "has a join of its own"
+
+
 def yields_what_a_join_gave(carrier):
     yield launch(carrier).join()
 
@@ -90,6 +94,7 @@ def is_no_generator(carrier):
 MISUSES = [
     (yields_nothing, ScheduleError, "to yield what dispatch_async or combine_async returns, got NoneType"),
     (yields_a_tensor, ScheduleError, "got Tensor"),
+    (yields_text, ScheduleError, "got str"),
     (yields_what_a_join_gave, ScheduleError, "got tuple"),
     (yields_two_at_once, ScheduleError, "got tuple"),
     (names_another_lane, ScheduleError, "name no lane in a block"),

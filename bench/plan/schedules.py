@@ -15,6 +15,7 @@ class Schedule:
     """One way to do a step, in seconds for one batch of each rank.
 
     Attributes:
+        lanes: that they take.
         micro_batches: M; with one nothing but shared experts runs beside an exchange.
         seconds: until the last rank is done.
         exposed: waited for exchanges in flight, in the mean over ranks.
@@ -26,6 +27,7 @@ class Schedule:
         replay: what came of it.
     """
 
+    lanes: int
     micro_batches: int
     seconds: float
     exposed: float
@@ -45,16 +47,18 @@ def schedule(work: Work, micro_batches: int, variation: float = 0.0) -> Schedule
         micro_batches: M.
         variation: the coefficient of variation of tokens per expert.
     """
+    lanes = min(micro_batches, work.lanes)
     operations = step(
         micro_batches,
         work.layers,
-        lanes=min(micro_batches, work.lanes),
+        lanes=lanes,
         shared=work.shared,
         drains=work.checkpoint,
     )
     done = replay(operations, work.costs(micro_batches, variation), work.machine)
     batches = work.batches(micro_batches)
     return Schedule(
+        lanes,
         micro_batches,
         seconds=done.seconds / batches,
         exposed=done.exposed / batches,

@@ -9,7 +9,9 @@ from typing import Literal
 from bench.plan.assumptions import GIB, LITTLE_COMMUNICATION, USABLE_MEMORY, WORTHWHILE
 from bench.plan.schedules import Schedule, gain
 
-Reason = Literal["helps", "memory", "communication too short", "compute too short", "micro-batches too small"]
+Reason = Literal[
+    "helps", "memory", "communication too short", "compute too short", "micro-batches too small", "one lane"
+]
 
 
 _TOO_SMALL = (
@@ -69,14 +71,17 @@ def _reason(
         return "memory", _of_memory(together, best, capacity)
     waited = together.exposed / together.seconds
     covered, lost = together.exposed - best.exposed, _lost(together, best)
+    hidden = f"{_ms(covered)} are hidden" if covered > 0 else "nothing is hidden"
     account = (
         f"A step with {best.micro_batches} micro-batches takes {_ms(best.seconds)} in place of "
         f"{_ms(together.seconds)}, {_change(saved)}: of {_ms(together.exposed)} that it waits for exchanges "
-        f"{_ms(covered)} are hidden, and {_ms(lost)} are lost to smaller products, launches and contention."
+        f"{hidden}, and {_ms(lost)} are lost to smaller products, launches and contention."
     )
     if saved >= WORTHWHILE:
         return "helps", f"Domino helps. {account}{_rest(together, best)}"
     no = f"Domino does not help here: {{}}. {account}"
+    if best.lanes == 1 and best.micro_batches > 1:
+        return "one lane", no.format("with one lane no exchange runs beside another micro-batch's compute")
     if waited < LITTLE_COMMUNICATION and saved > -WORTHWHILE:
         return "communication too short", no.format(
             f"exchanges are {waited:.1%} of the step, too little to matter"

@@ -29,11 +29,10 @@ def parse_link(text: str) -> symm_a2a.Link:
             raise ValueError(f"expected --link latency=SECONDS,gbps=NUMBER or one of the two, got {text!r}")
         values[name] = number
     latency, gbps = values.get("latency", 0.0), values.get("gbps", float("inf"))
-    if not 0 <= latency < float("inf"):
-        raise ValueError(f"expected --link with a latency of at least 0 seconds, got {text!r}")
-    if not gbps > 0:
-        raise ValueError(f"expected --link with more than 0 gbps, got {text!r}")
-    return symm_a2a.Link(latency=latency, bandwidth=gbps * 1e9 / 8)
+    try:
+        return symm_a2a.Link(latency=latency, bandwidth=gbps * 1e9 / 8)
+    except symm_a2a.ConfigError as error:
+        raise ValueError(f"--link {text}: {error}") from None
 
 
 def describe(link: symm_a2a.Link) -> str:

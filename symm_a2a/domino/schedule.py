@@ -12,7 +12,7 @@ number of exchanges of each micro-batch alone and is therefore the same on every
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -91,7 +91,7 @@ class Domino:
         self.dispatcher = dispatcher
         self.num_micro_batches = M
 
-    def run(self, block: Callable[..., Generator[Any, Any, Any]], micro_batches: Sequence[Any]) -> list[Any]:
+    def run(self, block: Callable[..., Generator[Any, Any, Any]], micro_batches: Iterable[Any]) -> list[Any]:
         """Run a generator over each micro-batch, interleaved.
 
         The generator yields what `dispatch_async` and `combine_async` return, without naming a lane, and
@@ -117,6 +117,7 @@ class Domino:
             Whatever is raised once micro-batches run, the other generators are closed and the peers raise
             at once; the dispatcher can only be closed then.
         """
+        micro_batches = list(micro_batches)
         if len(micro_batches) != self.num_micro_batches:
             raise InputError(
                 f"expected {self.num_micro_batches} micro-batches, got {len(micro_batches)}; every rank has "
@@ -135,7 +136,7 @@ class Domino:
             _close(started)
             raise
 
-    def run_layers(self, layers: Stages | Sequence[Stages], micro_batches: Sequence[Any]) -> list[Any]:
+    def run_layers(self, layers: Stages | Sequence[Stages], micro_batches: Iterable[Any]) -> list[Any]:
         """Run layers given as plain functions over each micro-batch, interleaved; see `run`.
 
         Args:
@@ -143,6 +144,9 @@ class Domino:
             micro_batches: M inputs of the first layer.
         """
         layers = [layers] if isinstance(layers, Stages) else list(layers)
+        for layer in layers:
+            if not isinstance(layer, Stages):
+                raise InputError(f"expected layers to be Stages, got {type(layer).__name__}")
         return self.run(lambda *x: run_stages(self.dispatcher, layers, *x), [(x,) for x in micro_batches])
 
     def _run(self, block: Callable[..., Any], inputs: Sequence[Any], started: list[_MicroBatch]) -> list[Any]:
@@ -182,7 +186,7 @@ class Domino:
             self._require_joined(batch)
             raise
         _require_same(before, batch, "a yield")
-        if not hasattr(pending, "join"):
+        if not (hasattr(pending, "join") and hasattr(pending, "lane")):
             raise ScheduleError(
                 f"expected micro-batch {batch.index} to yield what dispatch_async or combine_async returns, "
                 f"got {type(pending).__name__}"

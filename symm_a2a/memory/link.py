@@ -20,6 +20,10 @@ _EPOCH_BITS = 16
 _EPOCH_MASK = (1 << _EPOCH_BITS) - 1
 
 
+MOST_SECONDS, LEAST_BANDWIDTH = 3600, 1000
+"""What is beyond is a mistake in the unit, and arrivals would not fit their words."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A rank's way out to all of its peers: one message after another, each at full bandwidth.
@@ -40,14 +44,20 @@ class Link:
     bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency < math.inf:
-            raise ConfigError(f"expected latency >= 0 seconds, got {self.latency!r}")
-        if not self.bandwidth > 0:
-            raise ConfigError(f"expected bandwidth > 0 bytes a second, got {self.bandwidth!r}")
+        if not (_is_number(self.latency) and 0 <= self.latency <= MOST_SECONDS):
+            raise ConfigError(f"expected latency from 0 to {MOST_SECONDS} seconds, got {self.latency!r}")
+        if not (_is_number(self.bandwidth) and self.bandwidth >= LEAST_BANDWIDTH):
+            raise ConfigError(
+                f"expected bandwidth of at least {LEAST_BANDWIDTH} bytes a second, got {self.bandwidth!r}"
+            )
 
     def seconds(self, nbytes: int) -> float:
         """Return how long a message takes over an idle link."""
         return self.latency + nbytes / self.bandwidth
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Arrivals:

@@ -52,6 +52,8 @@ class DispatchState:
         self.capacity = capacity
         self.pad_multiple = pad_multiple
         self.flight: DispatchFlight | None = None
+        self.given: tuple[Tensor, ...] = ()
+        self.versions: list[int] = []
         self.result: Dispatched | None = None
         self.backward: tuple[Tensor, Routing] | None = None
 
@@ -78,6 +80,17 @@ def _require_first_order() -> None:
         )
 
 
+def _require_as_launched(state: DispatchState) -> None:
+    """Raise where what was dispatched was changed in place meanwhile: on a GPU it may still be read then."""
+    (given, state.given), versions = (state.given, ()), state.versions
+    for name, tensor, version in zip(("x_TD", "scores_TK", "topk_ids_TK"), given, versions, strict=True):
+        if _version(tensor) != version:
+            raise InputError(
+                f"expected {name} as it was when the dispatch was launched, got it changed in place before "
+                "the join; until then the launch may read it"
+            )
+
+
 def _version(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; inference tensors do not say."""
     return 0 if tensor.is_inference() else tensor._version
@@ -89,6 +102,7 @@ class _DispatchLaunch(torch.autograd.Function):
         ctx: Any, state: DispatchState, x: Tensor, scores: Tensor, ids: Tensor, anchor: Tensor
     ) -> Tensor:
         ctx.state = state
+        state.given, state.versions = (x, scores, ids), [_version(t) for t in (x, scores, ids)]
         state.flight = launch_dispatch(
             state.lane, x, scores, ids, state.capacity, state.pad_multiple, state.table, state.ledger,
             beside=True,
@@ -114,6 +128,7 @@ class _DispatchJoin(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.rows_shape = result.rows_RD.shape
         ctx.save_for_backward(*result.routing)
+        _require_as_launched(state)
         return result.rows_RD, result.routing.score_of_copy, result.token
 
     @staticmethod

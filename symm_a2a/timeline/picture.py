@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from symm_a2a.errors import EnvironmentUnsupportedError
+from symm_a2a.errors import EnvironmentUnsupportedError, RecordingError
 from symm_a2a.timeline.exchanges import Interval, Timeline
 
 _COLORS = {"compute": "#4c78a8", "launch and join": "#9ecae9", "in flight": "#f2b701", "waiting": "#d64550"}
@@ -24,8 +24,11 @@ def save_picture(path: str | Path, timelines: dict[str, Timeline], title: str = 
         title: of the whole.
 
     Raises:
+        RecordingError: no timeline to draw.
         EnvironmentUnsupportedError: matplotlib is not installed.
     """
+    if not timelines:
+        raise RecordingError("expected at least one timeline to draw, got none")
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
