@@ -38,11 +38,10 @@ def rebalance(slots_E: Sequence[float], world_size: int, num_local_experts: int 
     """
     loads = [float(load) for load in slots_E]
     num_experts = len(loads)
-    if not loads or world_size < 1:
-        what = (
-            "the load of at least one expert" if not loads else f"world_size to be positive, got {world_size}"
-        )
-        raise ConfigError(f"expected {what}")
+    if not loads:
+        raise ConfigError("expected the load of at least one expert, got none")
+    if world_size < 1:
+        raise ConfigError(f"expected world_size to be positive, got {world_size}")
     num_local = -(-num_experts // world_size) if num_local_experts is None else num_local_experts
     if not all(0 <= load < float("inf") for load in loads):
         raise ConfigError(f"expected loads that are not negative, got {min(loads)} to {max(loads)}")
