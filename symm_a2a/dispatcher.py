@@ -206,7 +206,7 @@ class SymmTokenDispatcher(ArenaShare):
         check_ids(self.cfg, self.device, topk_ids_TK)
         on = self._lane(lane)
         counts_WE = launch_counts(on, topk_ids_TK, self._ledger.table, self._ledger.card)
-        join_counts(on, counts_WE)
+        join_counts(on, counts_WE, self._ledger.card)
         return counts_WE if self.cfg.placement is None else self.cfg.placement.of_experts(counts_WE)
 
     def warmup(self) -> None:

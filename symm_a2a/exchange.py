@@ -262,17 +262,19 @@ def launch_counts(
         if table is not None:
             assign(lane.channel, ids_TK, table, places_TK)
         count(lane.channel, places_TK, tally, sums, Kind.COUNTS, ledger)
-        barrier(lane.channel, counts_WE, arrive=True, leave=lane.channel.spins)
+        barrier(lane.channel, counts_WE, ledger, arrive=True, leave=lane.channel.spins)
     return counts_WE
 
 
-def join_counts(lane: Lane, counts_WE: torch.Tensor) -> None:
+def join_counts(lane: Lane, counts_WE: torch.Tensor, ledger: torch.Tensor | None = None) -> None:
     """Wait for the counts of every rank; afterwards `counts_WE` holds them."""
-    _leave(lane, Kind.COUNTS, counts_WE)
+    _leave(lane, Kind.COUNTS, counts_WE, ledger)
 
 
-def _leave(lane: Lane, kind: Kind, counts_WE: torch.Tensor | None) -> None:
+def _leave(
+    lane: Lane, kind: Kind, counts_WE: torch.Tensor | None, ledger: torch.Tensor | None = None
+) -> None:
     with lane.join(kind):
         lane.arrive(kind)
         if not lane.channel.spins:
-            barrier(lane.channel, counts_WE, arrive=False, leave=True)
+            barrier(lane.channel, counts_WE, ledger, arrive=False, leave=True)

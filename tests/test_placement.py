@@ -92,7 +92,7 @@ def check(world, placement, xs, scores, ids, weights):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(15))
 @given(placements(), st.integers(0, 2**16), st.sampled_from([torch.int32, torch.int64]), st.booleans())
 def test_rows_go_where_they_are_placed_and_sums_stay_the_same(placement, seed, ids_dtype, small):
     rng = random.Random(seed)
@@ -244,6 +244,23 @@ def test_ranks_that_place_experts_differently_learn_it_and_no_row_is_taken():
                 match=f"another placement from peer {1 - rank} than rank {rank}",
             ):
                 one.join()
+
+
+def broadcast(rank, group, placements):
+    cfg, other = config(placements[0], timeout=20), config(placements[rank], timeout=20)
+    with symm_a2a.SymmTokenDispatcher(cfg, group) as first:
+        second = symm_a2a.SymmTokenDispatcher(other, arena=first.arena)
+
+        def meet():
+            second.broadcast_counts(torch.zeros(2, K, dtype=torch.int64))
+            second.barrier()
+
+        with pytest.raises(symm_a2a.ExchangeError, match=r"another placement|gave up before it took part"):
+            meet()
+
+
+def test_so_do_they_where_counts_alone_are_broadcast():
+    run_ranks(broadcast, 2, (Placement(((0, 1), (2, 3))), Placement(((0, 2), (1, 3)))))
 
 
 def test_loads_are_those_of_the_routing():

@@ -1,10 +1,10 @@
-"""Counting the slots and copies of tokens, and sending the counts to every peer."""
+"""Counting the slots and copies of tokens, sending the counts to every peer, and trusting what came."""
 
 import triton
 import triton.language as tl
 
 from symm_a2a.kernels.channel import Cell, Report
-from symm_a2a.kernels.flags import flag_words, label_of, publish
+from symm_a2a.kernels.flags import WAIT_PLACEMENT, flag_words, label_of, publish, report
 
 _COUNTED = tl.constexpr(int(Cell.COUNTED))
 _INVALID_IDS = tl.constexpr(int(Report.INVALID_IDS))
@@ -77,3 +77,18 @@ def send_counts(
     tl.store(section + E + W, tl.broadcast_to(mark, (W_PAD,)), mask=w < W)
     publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, label_of(epoch, KIND), W_PAD), W, W_PAD)
     tl.store(state_ptr + _COUNTED, epoch)
+
+
+@triton.jit
+def placed_alike(
+    ledger_ptr, counts_ptr, state_ptr, status_ptr, epoch,
+    KIND: tl.constexpr, E: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+):  # fmt: skip
+    """Whether all ranks have put the experts where this one has; reports the lane where not."""
+    w = tl.arange(0, W_PAD)
+    mark = tl.load(ledger_ptr + 1)
+    marks = tl.load(counts_ptr + w * (E + W + 1) + E + W, mask=w < W, other=0).to(tl.int64)
+    alike = tl.min(tl.where(w < W, marks == mark, True).to(tl.int32), 0) != 0
+    if alike == 0:
+        report(state_ptr, status_ptr, marks, epoch, mark, KIND, WAIT_PLACEMENT, W, W_PAD)
+    return alike

@@ -7,7 +7,8 @@ import triton.language as tl
 from symm_a2a.kernels.addresses import copies_in_turn, slots_of
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
-from symm_a2a.kernels.flags import WAIT_PLACEMENT, copies_in, label_of, report
+from symm_a2a.kernels.counting import placed_alike
+from symm_a2a.kernels.flags import copies_in, label_of
 from symm_a2a.kernels.gaps import expert_starts, zero_gaps
 from symm_a2a.kernels.phases import may_join, release_sections
 
@@ -56,21 +57,6 @@ def _read_headers(
     tl.store(row_of_copy_ptr + target, row, mask=mask)
     scores = score_bits.to(score_of_copy_ptr.dtype.element_ty, bitcast=True)
     tl.store(score_of_copy_ptr + target, scores, mask=mask)
-
-
-@triton.jit
-def _placed_alike(
-    ledger_ptr, counts_ptr, state_ptr, status_ptr, epoch,
-    KIND: tl.constexpr, E: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
-):  # fmt: skip
-    """Whether all ranks have put the experts where this one has; reports the lane where not."""
-    w = tl.arange(0, W_PAD)
-    mark = tl.load(ledger_ptr + 1)
-    marks = tl.load(counts_ptr + w * (E + W + 1) + E + W, mask=w < W, other=0).to(tl.int64)
-    alike = tl.min(tl.where(w < W, marks == mark, True).to(tl.int32), 0) != 0
-    if alike == 0:
-        report(state_ptr, status_ptr, marks, epoch, mark, KIND, WAIT_PLACEMENT, W, W_PAD)
-    return alike
 
 
 @triton.jit
@@ -123,7 +109,7 @@ def _expand_kernel(
     label = label_of(epoch, _KIND)
     words, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, label, _KIND, W, W_PAD)
     if here:
-        here = _placed_alike(ledger_ptr, counts_ptr, state_ptr, status_ptr, epoch, _KIND, E, W, W_PAD)
+        here = placed_alike(ledger_ptr, counts_ptr, state_ptr, status_ptr, epoch, _KIND, E, W, W_PAD)
     if here:
         received = copies_in(words)
         counts = tl.load(
