@@ -152,6 +152,7 @@ def launches_of(
         torch.cat(world.combine(rows, handles)).sum().backward()
         channel = world.dispatchers[0].arena.lanes[0].channel
         _launch_others(channel, cfg.pad_multiple, x.detach(), scores.detach(), ids)
+        symm_a2a.align_blocks(ids, channel.layout.num_experts, 64)
     return list({launch.variant: launch for launch in reversed(launches)}.values())[::-1]
 
 
@@ -159,6 +160,7 @@ def _launch_others(
     channel: Channel, pad_multiple: int, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor
 ) -> None:
     """Launch what a forward and backward may leave out: forms for other sizes, and kernels of their own."""
+    from symm_a2a.kernels.assign import assign
     from symm_a2a.kernels.barrier import barrier
     from symm_a2a.kernels.channel import Kind
     from symm_a2a.kernels.count import count, new_sums
@@ -179,3 +181,5 @@ def _launch_others(
     credit(channel, Kind.COMBINE)
     for counts_WE in (channel.local["counts"], None):
         barrier(channel, counts_WE, arrive=True, leave=True)
+    table = ids_TK.new_zeros((layout.num_experts, 2, 2), dtype=torch.int32)
+    assign(channel, ids_TK, table, torch.empty_like(ids_TK, dtype=torch.int32))

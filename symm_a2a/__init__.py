@@ -5,6 +5,7 @@ from symm_a2a import runtime
 runtime.choose_runtime()
 
 from symm_a2a import baselines, reference, testing  # noqa: E402
+from symm_a2a.alignment import Alignment, align_blocks  # noqa: E402
 from symm_a2a.config import EPConfig  # noqa: E402
 from symm_a2a.dispatcher import SymmTokenDispatcher  # noqa: E402
 from symm_a2a.domino import Domino, Stages, group_batches, token_shares  # noqa: E402
@@ -27,14 +28,18 @@ from symm_a2a.errors import (  # noqa: E402
     SymmA2AError,
 )
 from symm_a2a.handle import Handle, PendingCombine, PendingDispatch  # noqa: E402
+from symm_a2a.load import Load  # noqa: E402
 from symm_a2a.memory import Link  # noqa: E402
 from symm_a2a.ops import checkpoint_ops  # noqa: E402
+from symm_a2a.placement import Placement  # noqa: E402
+from symm_a2a.rebalance import rebalance  # noqa: E402
 from symm_a2a.stats import Stats  # noqa: E402
 from symm_a2a.timeline import Timeline, save_picture, save_trace  # noqa: E402
 from symm_a2a.version import __version__  # noqa: E402
 from symm_a2a.virtual import VirtualWorld  # noqa: E402
 
 __all__ = [
+    "Alignment",
     "CapacityError",
     "ClosedError",
     "ConfigError",
@@ -50,10 +55,12 @@ __all__ = [
     "JoinedTwiceError",
     "LaneBusyError",
     "Link",
+    "Load",
     "PeerLostError",
     "PeerTimeoutError",
     "PendingCombine",
     "PendingDispatch",
+    "Placement",
     "RecordingError",
     "ScheduleError",
     "Stages",
@@ -63,9 +70,11 @@ __all__ = [
     "Timeline",
     "VirtualWorld",
     "__version__",
+    "align_blocks",
     "baselines",
     "checkpoint_ops",
     "group_batches",
+    "rebalance",
     "reference",
     "save_picture",
     "save_trace",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import weakref
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from symm_a2a.errors import (
 )
 from symm_a2a.lane import Lane
 from symm_a2a.layout import ArenaLayout
+from symm_a2a.ledger import Ledger
 from symm_a2a.memory import (
     Backend,
     Link,
@@ -28,12 +30,13 @@ from symm_a2a.memory import (
     default_device,
     require_agreement,
 )
+from symm_a2a.placement import Placement
 from symm_a2a.runtime import require_runnable
 from symm_a2a.timeline import Recorder
 
 _log = logging.getLogger(__name__)
 
-_PER_DISPATCHER = ("capacity", "pad_multiple")
+_PER_DISPATCHER = ("capacity", "pad_multiple", "placement")
 """Fields of a config that dispatchers of one arena may differ in."""
 
 
@@ -65,11 +68,11 @@ class Arena:
         self.cfg = cfg
         self.memory = memory
         self.layout = layout
+        self._ledgers: list[Ledger] = []
         # Trainers build models under a meta device or in inference mode; neither may reach these.
         with torch.inference_mode(False), torch.device(memory.device):
             self.lanes = [
-                Lane(index, memory, layout, cfg.timeout, cfg.overflow, cfg.num_programs, self._failures)
-                for index in range(layout.num_lanes)
+                Lane(index, memory, layout, cfg, self._failures) for index in range(layout.num_lanes)
             ]
             self.anchor = torch.zeros(1, dtype=torch.float32, device=memory.device, requires_grad=True)
             self.sink = torch.zeros(1, dtype=torch.float32, device=memory.device)
@@ -130,12 +133,22 @@ class Arena:
         for lane in self.lanes:
             lane.recorder = None
 
+    def new_ledger(self, placement: Placement | None) -> Ledger:
+        """Return a dispatcher's ledger, which lives as long as the arena: captured graphs add to it."""
+        self._ledgers.append(Ledger(self.layout, self.memory.device, placement, self.memory.rank))
+        return self._ledgers[-1]
+
     def require_fits(self, cfg: EPConfig) -> None:
         """Raise where a dispatcher's config differs from the arena's in what they share.
 
         Raises:
             ConfigError: names the fields, and both values of each.
         """
+        if cfg.layout(self.layout.world_size).num_experts != self.layout.num_experts:
+            raise ConfigError(
+                f"expected {self.layout.num_local_experts} places on each rank, as the arena has them, got "
+                f"{cfg.layout(self.layout.world_size).num_local_experts} in the placement"
+            )
         differences = [
             f"{name} {getattr(self.cfg, name)!r} in the arena and {getattr(cfg, name)!r} in the config"
             for name in cfg.__dataclass_fields__
@@ -203,7 +216,13 @@ def create_arena(
         device = torch.device("cuda", torch.cuda.current_device())
     if group is not None:
         # First of all, so that an error that only some ranks would make reaches every rank.
-        require_agreement(group, "configuration", f"{cfg} backend={backend} device={device.type} link={link}")
+        sizes, placement = dataclasses.replace(cfg, placement=None), cfg.placement
+        require_agreement(
+            group,
+            "configuration",
+            f"{sizes} backend={backend} device={device.type} link={link} "
+            f"placement={placement and placement.mark}",
+        )
     layout = cfg.layout(1 if group is None else dist.get_world_size(group))
     memory = create_memory(layout.nbytes, device, group, backend, cfg.num_lanes, link)
     return Arena(cfg, memory, layout)

@@ -10,6 +10,7 @@ import torch
 
 from symm_a2a.errors import ConfigError
 from symm_a2a.layout import MAX_INDEX, ArenaLayout
+from symm_a2a.placement import Placement
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -23,7 +24,7 @@ class EPConfig:
     """Sizes and policies of an expert-parallel exchange; equal on every rank.
 
     Args:
-        num_experts: E, the experts of all ranks together; a multiple of the ranks.
+        num_experts: E, the experts of all ranks together; without a placement a multiple of the ranks.
         top_k: K, the experts each token is routed to.
         hidden_dim: D, the elements of a token row.
         max_tokens_per_rank: C, the most tokens a rank may dispatch at once. Symmetric
@@ -43,6 +44,8 @@ class EPConfig:
         num_programs: the most programs that a kernel may have on a GPU, each of 16 warps and so at home
             on one multiprocessor; None for as many as fill the GPU. With a budget the others are left to
             what runs beside the exchange. Has no effect in the interpreter.
+        placement: which rank holds which experts, replicas included; None for equal, contiguous parts. It
+            costs one launch in a dispatch.
 
     Raises:
         ConfigError: a value is out of range; the message says what was expected.
@@ -64,6 +67,7 @@ class EPConfig:
     overflow: Literal["raise", "drop"] = "raise"
     timeout: float = 60.0
     num_programs: int | None = None
+    placement: Placement | None = None
 
     def __post_init__(self) -> None:
         counts = ("num_experts", "top_k", "hidden_dim", "max_tokens_per_rank", "num_lanes", "pad_multiple")
@@ -87,6 +91,11 @@ class EPConfig:
             )
         if self.overflow not in ("raise", "drop"):
             raise ConfigError(f'expected overflow to be "raise" or "drop", got {self.overflow!r}')
+        if self.placement is not None and self.placement.num_experts != self.num_experts:
+            raise ConfigError(
+                f"expected a placement of num_experts = {self.num_experts}, got one of "
+                f"{self.placement.num_experts} experts"
+            )
         number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
         if not number or not 0 < self.timeout < math.inf:
             raise ConfigError(f"expected timeout to be a positive number of seconds, got {self.timeout!r}")
@@ -95,12 +104,17 @@ class EPConfig:
         """Return the arena's layout for a group of `world_size` ranks.
 
         Raises:
-            ConfigError: the experts do not divide among the ranks, or a size exceeds what
-                the device's 32-bit indices can address.
+            ConfigError: the experts do not divide among the ranks, the placement is for another number of
+                ranks, or a size exceeds what the device's 32-bit indices can address.
         """
+        placement = self.placement
+        if placement is not None and placement.world_size != world_size:
+            raise ConfigError(
+                f"expected a placement for {world_size} ranks, got one for {placement.world_size}"
+            )
         return ArenaLayout(
             world_size=world_size,
-            num_experts=self.num_experts,
+            num_experts=self.num_experts if placement is None else placement.num_places,
             top_k=self.top_k,
             hidden_dim=self.hidden_dim,
             max_tokens=self.max_tokens_per_rank,

@@ -109,6 +109,13 @@ class Diagnosis:
         kind, wait = Kind(int(status[Report.FAILURE]) >> 4), Wait(int(status[Report.FAILURE]) & 15)
         epoch, label = int(status[Report.EPOCH]), int(status[Report.LABEL])
         words = status[Report.WORDS :]
+        if wait == Wait.PLACEMENT:
+            peer = int(np.flatnonzero(words != label)[0])
+            return ExchangeMismatchError(
+                f"expected every rank to place the experts alike, got another placement from peer {peer} "
+                f"than rank {self._memory.rank} has in {kind.title}, lane {self._index}, epoch {epoch}; make "
+                "it of what all ranks know, as stats().load is"
+            )
         late = np.flatnonzero(words >> EPOCH_SHIFT < epoch).tolist()
         if late and self._memory.spins:
             error = self.blame(late, self.evidence(kind, wait), kind, wait, epoch)

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from types import TracebackType
-from typing import NoReturn
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from symm_a2a import ops
-from symm_a2a.arena import Arena, create_arena
-from symm_a2a.config import EPConfig
-from symm_a2a.errors import (
-    ClosedError,
-    ConfigError,
-    EnvironmentUnsupportedError,
-    ExchangeError,
-    InputError,
-)
+from symm_a2a.arena_share import ArenaShare
+from symm_a2a.errors import EnvironmentUnsupportedError, InputError
 from symm_a2a.exchange import EXACT, Routing, join_barrier, join_counts, launch_barrier, launch_counts
 from symm_a2a.handle import Handle, PendingCombine, PendingDispatch
 from symm_a2a.kernels.channel import Kind
-from symm_a2a.lane import Lane
-from symm_a2a.memory import Backend, Link
 from symm_a2a.ops.split import CombineState, DispatchState, start_combine, start_dispatch
-from symm_a2a.stats import Stats, stats_of
-from symm_a2a.timeline import Recording
 from symm_a2a.validation import check_combine, check_dispatch, check_ids
 from symm_a2a.warmup import run_everything
 
 
-class SymmTokenDispatcher:
+class SymmTokenDispatcher(ArenaShare):
     """Moves token rows to the ranks of their experts and back, through symmetric memory.
 
     Every rank of the group runs every exchange in the same order, forward and backward, also
@@ -56,6 +39,7 @@ class SymmTokenDispatcher:
         EnvironmentUnsupportedError: the backend cannot work here.
 
     Example:
+        >>> from symm_a2a import EPConfig
         >>> cfg = EPConfig(num_experts=2, top_k=1, hidden_dim=2, max_tokens_per_rank=4, dtype=torch.float32)
         >>> with SymmTokenDispatcher(cfg, device="cpu") as dispatcher:
         ...     x, scores, ids = torch.eye(2), torch.tensor([[1.0], [0.5]]), torch.tensor([[1], [0]])
@@ -65,36 +49,17 @@ class SymmTokenDispatcher:
         ([[0.0, 1.0], [1.0, 0.0]], [1, 1], [[10.0, 0.0], [0.0, 5.0]])
     """
 
-    def __init__(
-        self,
-        cfg: EPConfig,
-        group: dist.ProcessGroup | None = None,
-        *,
-        device: torch.device | str | None = None,
-        backend: Backend | None = None,
-        link: Link | None = None,
-        arena: Arena | None = None,
-    ) -> None:
-        self.cfg = cfg
-        self._owns_arena = arena is None
-        if arena is None:
-            arena = create_arena(cfg, group, device, backend, link)
-        elif not isinstance(arena, Arena):
-            raise ConfigError(f"expected the arena of a dispatcher, got {type(arena).__name__}")
-        elif not all(given is None for given in (group, device, backend, link)):
-            raise ConfigError(
-                "expected arena= alone, got group, device, backend or link too; the arena has its own"
-            )
-        arena.require_open()
-        arena.require_fits(cfg)
-        self.arena = arena
-        self.device = arena.memory.device
-        self.world_size = arena.layout.world_size
-        self.rank = arena.memory.rank
-        self._closed = False
-        self._score_dtype = arena.layout.score_dtype
-        self._capacity = EXACT if cfg.capacity == "exact" else cfg.capacity
-        self._lanes = [ops.enter_lane(lane) for lane in arena.lanes]
+    @property
+    def num_local_experts(self) -> int:
+        """Experts of this rank, replicas included: L, unless a placement says otherwise."""
+        placement = self.cfg.placement
+        if placement is None:
+            return self.arena.layout.num_local_experts
+        return len(placement.experts_of_rank[self.rank])
+
+    @property
+    def _capacity(self) -> int:
+        return EXACT if self.cfg.capacity == "exact" else self.cfg.capacity
 
     def dispatch(
         self,
@@ -137,12 +102,13 @@ class SymmTokenDispatcher:
         check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
         number = self._lanes[self._index(lane)]
         rows_RD, tokens_per_expert_L, *routing, token = ops.dispatch(
-            x_TD, scores_TK.to(self._score_dtype), topk_ids_TK, self.arena.anchor, number,
+            x_TD, scores_TK.to(self.arena.layout.score_dtype), topk_ids_TK, self.arena.anchor,
+            self._ledger.card, self._ledger.table, number,
             self.world_size, self.arena.layout.num_local_experts, self.cfg.max_tokens_per_rank,
             self._capacity, self.cfg.pad_multiple,
         )  # fmt: skip
         handle = Handle(Routing(*routing), token, rows_RD.shape[0], self.cfg.pad_multiple, number)
-        return rows_RD, tokens_per_expert_L, handle
+        return rows_RD, tokens_per_expert_L[: self.num_local_experts], handle
 
     def combine(self, y_RD: Tensor, handle: Handle, x_TD: Tensor | None = None) -> Tensor:
         """Return each token's weighted sum of expert outputs to its origin.
@@ -190,9 +156,12 @@ class SymmTokenDispatcher:
         check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
         on, number = self._lane(lane), self._lanes[self._index(lane)]
         _require_eager("dispatch_async")
-        state = DispatchState(on, self.arena.anchor, self._capacity, self.cfg.pad_multiple)
-        flying = start_dispatch(state, x_TD, scores_TK.to(self._score_dtype), topk_ids_TK)
-        return PendingDispatch(state, flying, number)
+        state = DispatchState(
+            on, self.arena.anchor, self._capacity, self.cfg.pad_multiple,
+            self._ledger.table, self._ledger.card,
+        )  # fmt: skip
+        flying = start_dispatch(state, x_TD, scores_TK.to(on.layout.score_dtype), topk_ids_TK)
+        return PendingDispatch(state, flying, number, self.num_local_experts)
 
     def combine_async(self, y_RD: Tensor, handle: Handle, x_TD: Tensor | None = None) -> PendingCombine:
         """Launch a combine; `join` on the result gives what `combine` returns.
@@ -236,66 +205,9 @@ class SymmTokenDispatcher:
         self._require_open()
         check_ids(self.cfg, self.device, topk_ids_TK)
         on = self._lane(lane)
-        counts_WE = launch_counts(on, topk_ids_TK)
-        join_counts(on, counts_WE)
-        return counts_WE
-
-    @contextlib.contextmanager
-    def record(self) -> Iterator[Recording]:
-        """Record when each exchange of this arena is launched, in flight and joined.
-
-        Costs two reads of the clock for each launch and join, on a GPU three events in the streams.
-
-        Yields:
-            A recording, whose `timeline` is there once the block has ended.
-
-        Raises:
-            RecordingError: a recording runs already.
-            ClosedError: the dispatcher was closed.
-        """
-        self._require_open()
-        recording = Recording(self.arena.start_recording())
-        try:
-            yield recording
-            recording.finish()
-        finally:
-            self.arena.stop_recording()
-
-    def stats(self) -> Stats:
-        """Return what all dispatchers of this arena have done so far; waits for the device.
-
-        Raises:
-            ClosedError: the dispatcher was closed.
-            ExchangeError: an exchange has failed, as replays of a captured graph may without a word.
-        """
-        self._require_open()
-        return stats_of(self.arena.lanes, self.arena.layout)
-
-    @property
-    def num_lanes(self) -> int:
-        """Exchanges that can be in flight at once."""
-        return len(self._lanes)
-
-    def in_lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
-        """Let dispatches inside that name no lane take this one."""
-        return self.arena.in_lane(self._index(lane))
-
-    def require_idle(self, lane: int | None = None) -> None:
-        """Raise where an exchange is in flight in a lane, or in any, or none can run.
-
-        Args:
-            lane: its place; None for all of them.
-
-        Raises:
-            LaneBusyError, ExchangeError, ClosedError: as for `dispatch`.
-        """
-        self._require_open()
-        for one in self.arena.lanes if lane is None else [self._lane(lane)]:
-            one.require_idle(Kind.DISPATCH)
-
-    def give_up(self, reason: str) -> None:
-        """End it on every rank: those that wait for this one raise at once, calls here give the reason."""
-        self.arena.fail(ExchangeError(reason))
+        counts_WE = launch_counts(on, topk_ids_TK, self._ledger.table, self._ledger.card)
+        join_counts(on, counts_WE, self._ledger.card)
+        return counts_WE if self.cfg.placement is None else self.cfg.placement.of_experts(counts_WE)
 
     def warmup(self) -> None:
         """Run every operation once in every lane, so that all kernels are compiled.
@@ -306,14 +218,6 @@ class SymmTokenDispatcher:
         for index, lane in enumerate(self.arena.lanes):
             lane.warm_up()
             run_everything(self, index)
-
-    @property
-    def dropped_rows(self) -> int:
-        """Rows dropped past a static capacity here: all with `overflow="drop"`, else those not raised yet.
-
-        On a GPU the count is that of the kernels that have run so far.
-        """
-        return sum(lane.dropped_rows for lane in self.arena.lanes)
 
     def require_dispatchable(
         self, x_TD: Tensor, scores_TK: Tensor, topk_ids_TK: Tensor, lane: int | None
@@ -328,58 +232,6 @@ class SymmTokenDispatcher:
         self._require_open()
         self._check_combine(y_RD, handle)
         self._lane_of(handle).require_idle(Kind.COMBINE)
-
-    def close(self) -> None:
-        """Give the symmetric memory back, if this dispatcher made it; a second call does nothing.
-
-        Run the backward first: it needs the memory. Collective on GPUs, where a peer's memory must
-        stay until its last reader is done.
-
-        Raises:
-            CapacityError: rows were dropped past a static capacity that no call has reported yet.
-        """
-        self._close(failed=False)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> SymmTokenDispatcher:
-        """Return the dispatcher itself: copies of a model share its memory, as its layers do."""
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "expected no pickling of a SymmTokenDispatcher, whose memory is mapped in this process alone; "
-            "make one in the process that needs it"
-        )
-
-    def __enter__(self) -> SymmTokenDispatcher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close(failed=error is not None)
-
-    def _close(self, *, failed: bool) -> None:
-        self._closed = True
-        if self._owns_arena:
-            self.arena.close(failed=failed)
-
-    def _require_open(self) -> None:
-        if self._closed or self.arena.closed:
-            raise ClosedError("expected an open dispatcher, got one that was closed, or whose arena was")
-
-    def _index(self, lane: int | None) -> int:
-        """Return a lane's place in the arena."""
-        if lane is None:
-            return self.arena.default_lane()
-        if isinstance(lane, bool) or not isinstance(lane, int) or not 0 <= lane < len(self._lanes):
-            raise InputError(f"expected a lane in [0, {len(self._lanes)}), got {lane!r}")
-        return lane
-
-    def _lane(self, lane: int | None) -> Lane:
-        return self.arena.lanes[self._index(lane)]
-
-    def _lane_of(self, handle: Handle) -> Lane:
-        return self.arena.lanes[self._lanes.index(handle.lane)]
 
     def _check_combine(self, y_RD: Tensor, handle: Handle) -> None:
         if not isinstance(handle, Handle):

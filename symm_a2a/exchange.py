@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from symm_a2a.kernels.assign import assign
 from symm_a2a.kernels.barrier import barrier
 from symm_a2a.kernels.blocks import SMALL_TOKENS
 from symm_a2a.kernels.channel import Kind
@@ -69,6 +70,7 @@ class DispatchFlight:
     capacity: int
     pad_multiple: int
     x_TD: torch.Tensor
+    ledger: torch.Tensor | None
 
 
 def _token(like: torch.Tensor) -> torch.Tensor:
@@ -82,10 +84,24 @@ def launch_dispatch(
     ids_TK: torch.Tensor,
     capacity: int,
     pad_multiple: int,
+    table: torch.Tensor | None = None,
+    ledger: torch.Tensor | None = None,
     *,
     beside: bool = False,
 ) -> DispatchFlight:
-    """Send every token's row to the ranks of its experts."""
+    """Send every token's row to the ranks of its experts.
+
+    Args:
+        lane: to use.
+        x_TD: rows.
+        scores_TK: weights of the slots.
+        ids_TK: experts, or -1.
+        capacity: rows to give out, or `EXACT`.
+        pad_multiple: each expert's rows are padded to a multiple of it.
+        table: a `Placement`'s for this rank; None where experts are places.
+        ledger: see `expand`.
+        beside: see `Lane.launch`.
+    """
     layout = lane.layout
     W, C, K = layout.world_size, layout.max_tokens, layout.top_k
     x_TD, ids_TK = x_TD.contiguous(), ids_TK.contiguous()
@@ -100,19 +116,22 @@ def launch_dispatch(
     )
     # A small message counts in its scatter. With "exact" the counts go ahead: the host waits for them.
     counts_first = T > SMALL_TOKENS or capacity == EXACT
-    sums = new_sums(lane.channel, ids_TK) if counts_first else None
-    holds = (x_TD, scores_TK, ids_TK, *(sums or ()), *routing)
+    places_TK = ids_TK if table is None else torch.empty_like(ids_TK, dtype=torch.int32)
+    sums = new_sums(lane.channel, places_TK) if counts_first else None
+    holds = (x_TD, scores_TK, ids_TK, places_TK, *(sums or ()), *routing)
     with lane.launch(Kind.DISPATCH, *holds, kernel_waits=counts_first, beside=beside):
+        if table is not None:
+            assign(lane.channel, ids_TK, table, places_TK)
         if sums is not None:
-            count(lane.channel, ids_TK, routing.tally, sums)
+            count(lane.channel, places_TK, routing.tally, sums, Kind.DISPATCH, ledger)
         if capacity == EXACT:
             lane.start_row_count(pad_multiple)
         scatter(
             lane.channel, Kind.DISPATCH, x_TD,
             routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
-            slots=(ids_TK, scores_TK), sums=sums,
+            slots=(places_TK, scores_TK), sums=sums, ledger=ledger,
         )  # fmt: skip
-    return DispatchFlight(lane, routing, capacity, pad_multiple, x_TD)
+    return DispatchFlight(lane, routing, capacity, pad_multiple, x_TD, ledger)
 
 
 def join_dispatch(flight: DispatchFlight) -> Dispatched:
@@ -128,7 +147,7 @@ def join_dispatch(flight: DispatchFlight) -> Dispatched:
         lane.arrive(Kind.DISPATCH)
         expand(
             lane.channel, rows_RD, tokens_per_expert_L, routing.row_of_copy, routing.score_of_copy,
-            routing.tally, token, pad_multiple=flight.pad_multiple, exact=exact,
+            routing.tally, token, flight.ledger, pad_multiple=flight.pad_multiple, exact=exact,
         )  # fmt: skip
     return Dispatched(rows_RD, tokens_per_expert_L, routing, token)
 
@@ -230,25 +249,32 @@ def join_barrier(lane: Lane) -> None:
     _leave(lane, Kind.BARRIER, None)
 
 
-def launch_counts(lane: Lane, ids_TK: torch.Tensor) -> torch.Tensor:
-    """Tell every peer how many slots go to each expert; return int32 `(W, E)` for the join to write."""
+def launch_counts(
+    lane: Lane, ids_TK: torch.Tensor, table: torch.Tensor | None = None, ledger: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Tell every peer how many slots go to each place; return int32 `(W, W * L)` for the join to write."""
     layout = lane.layout
     ids_TK = ids_TK.contiguous()
+    places_TK = ids_TK if table is None else torch.empty_like(ids_TK, dtype=torch.int32)
     counts_WE = ids_TK.new_empty((layout.world_size, layout.num_experts), dtype=torch.int32)
     tally, sums = counts_WE.new_empty(layout.world_size), new_sums(lane.channel, ids_TK)
-    with lane.launch(Kind.COUNTS, ids_TK, tally, *sums, kernel_waits=True):
-        count(lane.channel, ids_TK, tally, sums, Kind.COUNTS)
-        barrier(lane.channel, counts_WE, arrive=True, leave=lane.channel.spins)
+    with lane.launch(Kind.COUNTS, ids_TK, places_TK, tally, *sums, kernel_waits=True):
+        if table is not None:
+            assign(lane.channel, ids_TK, table, places_TK)
+        count(lane.channel, places_TK, tally, sums, Kind.COUNTS, ledger)
+        barrier(lane.channel, counts_WE, ledger, arrive=True, leave=lane.channel.spins)
     return counts_WE
 
 
-def join_counts(lane: Lane, counts_WE: torch.Tensor) -> None:
+def join_counts(lane: Lane, counts_WE: torch.Tensor, ledger: torch.Tensor | None = None) -> None:
     """Wait for the counts of every rank; afterwards `counts_WE` holds them."""
-    _leave(lane, Kind.COUNTS, counts_WE)
+    _leave(lane, Kind.COUNTS, counts_WE, ledger)
 
 
-def _leave(lane: Lane, kind: Kind, counts_WE: torch.Tensor | None) -> None:
+def _leave(
+    lane: Lane, kind: Kind, counts_WE: torch.Tensor | None, ledger: torch.Tensor | None = None
+) -> None:
     with lane.join(kind):
         lane.arrive(kind)
         if not lane.channel.spins:
-            barrier(lane.channel, counts_WE, arrive=False, leave=True)
+            barrier(lane.channel, counts_WE, ledger, arrive=False, leave=True)

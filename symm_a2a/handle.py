@@ -39,11 +39,14 @@ class Handle(NamedTuple):
 class PendingDispatch:
     """A dispatch in flight; `join` waits for it."""
 
-    def __init__(self, state: DispatchState, flying: Tensor, lane_number: int) -> None:
+    def __init__(
+        self, state: DispatchState, flying: Tensor, lane_number: int, num_local_experts: int
+    ) -> None:
         self._state: DispatchState | None = state
         self._flying = flying
         self._lane = state.lane.index
         self._lane_number = lane_number
+        self._num_local_experts = num_local_experts
 
     @property
     def lane(self) -> int:
@@ -61,7 +64,8 @@ class PendingDispatch:
             raise JoinedTwiceError("expected a pending dispatch, got one that was joined before")
         state, self._state = self._state, None
         rows, counts, routing, token = finish_dispatch(state, self._flying)
-        return rows, counts, Handle(routing, token, rows.shape[0], state.pad_multiple, self._lane_number)
+        handle = Handle(routing, token, rows.shape[0], state.pad_multiple, self._lane_number)
+        return rows, counts[: self._num_local_experts], handle
 
 
 class PendingCombine:

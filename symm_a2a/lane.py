@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from symm_a2a.config import EPConfig
 from symm_a2a.diagnosis import Diagnosis
 from symm_a2a.errors import (
     CapacityError,
@@ -23,6 +24,7 @@ from symm_a2a.kernels.blocks import blocks_for
 from symm_a2a.kernels.channel import Cell, Channel, HostCounts, Kind, Report, state_cells
 from symm_a2a.kernels.credit import credit
 from symm_a2a.layout import ArenaLayout
+from symm_a2a.ledger import Ledger
 from symm_a2a.memory import SymmetricMemory
 from symm_a2a.ranges import profiled
 from symm_a2a.readback import RowCount, beside_the_caller, host_visible
@@ -41,9 +43,7 @@ class Lane:
         index: the lane's place in the arena.
         memory: this rank's symmetric memory.
         layout: the arena's layout.
-        timeout: seconds a rank waits for a peer.
-        overflow: `"raise"` or `"drop"`, see `EPConfig`.
-        num_programs: the most programs that a kernel may have, see `EPConfig`.
+        cfg: the arena's sizes and policies.
         failures: shared by the lanes of an arena: when one fails, all refuse work.
 
     Attributes:
@@ -55,9 +55,7 @@ class Lane:
         index: int,
         memory: SymmetricMemory,
         layout: ArenaLayout,
-        timeout: float,
-        overflow: str,
-        num_programs: int | None,
+        cfg: EPConfig,
         failures: list[ExchangeError],
     ) -> None:
         device, offset = memory.device, layout.lane_offset(index)
@@ -66,8 +64,7 @@ class Lane:
         self.memory = memory
         self.device = device
         self.layout = layout
-        self.timeout = timeout
-        self.overflow = overflow
+        self.cfg = cfg
         self._failures = failures
         self._closed = False
         self._owner = os.getpid()
@@ -79,8 +76,9 @@ class Lane:
         self._stream = LaneStream(device, exists=self._on_gpu and memory.spins)
         self._arrived: float | None = None
         self.recorder: Recorder | None = None
+        self._ledger = Ledger(layout, device)
         mine = memory.arenas[memory.rank]
-        polls = min(int(timeout * _POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0
+        polls = min(int(cfg.timeout * _POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0
         self.channel = Channel(
             rank=memory.rank,
             layout=layout,
@@ -91,18 +89,19 @@ class Lane:
             local={name: region.view(mine, offset) for name, region in layout.regions.items()},
             state=torch.zeros(state_cells(layout.world_size), dtype=torch.int64, device=device),
             status=host_visible(Report.WORDS + layout.world_size, device),
+            ledger=self._ledger.card,
             polls=polls,
             spins=memory.spins,
-            programs=num_programs if self._on_gpu else 1,
+            programs=cfg.num_programs if self._on_gpu else 1,
             multiprocessors=_multiprocessors(device),
-            blocks=blocks_for(layout, num_programs),
+            blocks=blocks_for(layout, cfg.num_programs),
             counts=HostCounts(),
         )
         self._status = self.channel.status.numpy()
-        self._diagnosis = Diagnosis(index, memory, self.channel, timeout)
+        self._diagnosis = Diagnosis(index, memory, self.channel, cfg.timeout)
         self._rows = RowCount(device)
         self._host = (
-            HostWait(index, memory, self.channel, timeout, self._diagnosis) if memory.host_waits else None
+            HostWait(index, memory, self.channel, cfg.timeout, self._diagnosis) if memory.host_waits else None
         )
 
     @contextmanager
@@ -280,13 +279,13 @@ class Lane:
         if self._status[Report.INVALID_IDS]:
             invalid, self._status[Report.INVALID_IDS] = int(self._status[Report.INVALID_IDS]), 0
             raise ExpertIdError(
-                f"expected expert ids in [-1, {self.layout.num_experts}), got {invalid} slots out of range; "
+                f"expected expert ids in [-1, {self.cfg.num_experts}), got {invalid} slots out of range; "
                 "nothing was sent for them"
             )
 
     def raise_overflow(self) -> None:
         """Raise `CapacityError` where rows have been dropped and the policy is to say so."""
-        if self._status[Report.OVERFLOW_ROWS] and self.overflow == "raise":
+        if self._status[Report.OVERFLOW_ROWS] and self.cfg.overflow == "raise":
             dropped, self._status[Report.OVERFLOW_ROWS] = int(self._status[Report.OVERFLOW_ROWS]), 0
             raise CapacityError(
                 f"expected the rows received to fit the static capacity, got {dropped} rows more, which were "

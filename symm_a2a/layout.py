@@ -122,7 +122,8 @@ class ArenaLayout:
         W, C, K, P = self.world_size, self.max_tokens, self.top_k, self.padded_hidden
         contents: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             **{flag: ((W,), torch.int64) for flag in FLAGS},
-            "counts": ((W, self.num_experts), torch.int32),
+            # Of each rank its slots for every expert, its copies for every rank, its placement's mark.
+            "counts": ((W, self.num_experts + W + 1), torch.int32),
             "headers": ((W, C, K, 2), self.header_dtype),
             "scatter_rows": ((W, C, P), self.dtype),
             "gather_rows": ((W, C, P), self.dtype),

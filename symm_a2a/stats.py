@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from symm_a2a.kernels.channel import Cell, Kind
 from symm_a2a.lane import Lane
 from symm_a2a.layout import ArenaLayout
+from symm_a2a.load import Load
 from symm_a2a.wire import copy_metadata_bytes, exchange_metadata_bytes
 
 _OF_ROWS = (Kind.DISPATCH, Kind.COMBINE, Kind.DISPATCH_BACKWARD, Kind.COMBINE_BACKWARD)
@@ -34,6 +35,8 @@ class Stats:
         payload_bytes_W: row contents stored at each rank, this one included.
         metadata_bytes_W: all else stored there: headers, counts, score gradients, flags (that of a join from
             the launch on), and what pads rows to 16 bytes.
+        load: how the slots of all ranks fell on experts and ranks, in the dispatches of this dispatcher
+            alone; equal on every rank that has joined as many of them.
         dropped_rows: past a static capacity, and not raised as an error.
         symmetric_bytes: symmetric memory of this rank.
     """
@@ -46,20 +49,26 @@ class Stats:
     rows: int
     payload_bytes_W: list[int]
     metadata_bytes_W: list[int]
+    load: Load
     dropped_rows: int
     symmetric_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
         """Return numbers, lists and dicts alone, as JSON has them."""
-        return asdict(self)
+        return asdict(self) | {"load": self.load.as_dict()}
 
     def __sub__(self, earlier: Stats) -> Stats:
-        mine, theirs = asdict(self), asdict(earlier)
-        memory = mine.pop("symmetric_bytes")
-        return Stats(**{name: _minus(mine[name], theirs[name]) for name in mine}, symmetric_bytes=memory)
+        return Stats(
+            **{
+                field.name: _minus(getattr(self, field.name), getattr(earlier, field.name))
+                for field in fields(self)
+                if field.name != "symmetric_bytes"
+            },
+            symmetric_bytes=self.symmetric_bytes,
+        )
 
 
-def stats_of(lanes: Iterable[Lane], layout: ArenaLayout) -> Stats:
+def stats_of(lanes: Iterable[Lane], layout: ArenaLayout, load: Load) -> Stats:
     """Add up what the lanes of an arena have done; waits for the device to read its counts.
 
     Raises:
@@ -90,7 +99,7 @@ def stats_of(lanes: Iterable[Lane], layout: ArenaLayout) -> Stats:
         exchanges={kind.name.lower(): times for kind, times in exchanges.items()},
         copies={kind.name.lower(): sent_W for kind, sent_W in copies.items()},
         rows=rows, payload_bytes_W=payload_W, metadata_bytes_W=metadata_W,
-        dropped_rows=dropped, symmetric_bytes=layout.nbytes,
+        load=load, dropped_rows=dropped, symmetric_bytes=layout.nbytes,
     )  # fmt: skip
 
 

@@ -28,10 +28,10 @@ def exchange_metadata_bytes(layout: ArenaLayout, kind: Kind) -> int:
     """Return what goes to each peer in an exchange whatever the number of rows, in bytes.
 
     The ready flag when it is launched, the free flag when it is joined; a scatter's counts flag; and a
-    dispatch's counts of all experts, or a broadcast's.
+    dispatch's counts of all experts and ranks and the mark of its placement, or a broadcast's.
     """
     flags = 3 if kind.scatters else 2
-    counts = layout.num_experts if kind in (Kind.DISPATCH, Kind.COUNTS) else 0
+    counts = layout.num_experts + layout.world_size + 1 if kind in (Kind.DISPATCH, Kind.COUNTS) else 0
     return flags * FLAG_BYTES + counts * COUNT_BYTES
 
 

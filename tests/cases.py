@@ -96,10 +96,12 @@ def use_small_blocks(world: symm_a2a.VirtualWorld) -> None:
         for lane in dispatcher.arena.lanes:
             layout = lane.layout
             small = Blocks(
+                assigned=4,
                 tokens=4,
                 small_tokens=2,
                 strip=padded(layout.top_k),
                 sums=2,
+                counts=2,
                 copies=8,
                 send_rows=2,
                 copy_rows=4,

@@ -79,10 +79,11 @@ def launches(monkeypatch):
         recorded[-1].store(ptrs, mask, is_payload(ptrs))
         return store(self, ptrs, value, mask, *rest)
 
-    def record_atomic(self, op, ptr, value, mask, *rest):
-        if "XCHG" in str(op):
+    def record_atomic(self, op, ptr, value, mask, sem, scope):
+        # Additions within the device are to a dispatcher's totals, or to cells; others read flags.
+        if "XCHG" in str(op) or "GPU" in str(scope):
             recorded[-1].store(ptr, mask, payload=False)
-        return atomic(self, op, ptr, value, mask, *rest)
+        return atomic(self, op, ptr, value, mask, sem, scope)
 
     monkeypatch.setattr(executor, "__call__", record_call)
     monkeypatch.setattr(builder, "create_masked_load", record_load)
@@ -106,8 +107,9 @@ def traffics_of(world, launches):
     """Return each rank's traffic, kernel by kernel, as it was recorded."""
     arenas = [dispatcher.arena.memory.arenas[rank] for rank, dispatcher in enumerate(world.dispatchers)]
     channels = [dispatcher.arena.lanes[0].channel for dispatcher in world.dispatchers]
-    # Cells, and the table of the peers' addresses: left out of the formulas.
+    # Cells, cards, and the table of the peers' addresses: left out of the formulas.
     left_out = [t for channel in channels for t in (channel.state, channel.status, channel.peers_W)]
+    left_out += [dispatcher._ledger.card for dispatcher in world.dispatchers]
     steps = defaultdict(list)
     for launch in launches:
         if launch.kernel != "row_count":

@@ -33,12 +33,17 @@ def test_the_example_of_the_readme_runs(tmp_path):
     assert run(tmp_path, code).count("(100, 64)") == 4
 
 
-def test_the_code_of_the_page_on_domino_runs(tmp_path):
-    """From top to bottom, as one program; it adds up what was hidden, and writes two files."""
+def test_the_page_on_domino_adds_up_what_was_hidden_and_writes_two_files(tmp_path):
     shown = run(tmp_path, "\n".join([*code_of(ROOT / "docs" / "domino.md"), "print(sorted(hidden))"]))
     assert shown == "['backward', 'forward']\n"
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "timeline.json").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if code_of(page)], ids=lambda page: page.name)
+def test_the_code_of_every_page_runs(tmp_path, page):
+    """From top to bottom, as one program."""
+    run(tmp_path, "\n".join(code_of(page)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -58,7 +58,7 @@ def test_the_published_example():
     cfg = EPConfig(num_experts=64, top_k=8, hidden_dim=7168, max_tokens_per_rank=4096)
     rows = 2 * 8 * 4096 * 7168 * 2  # scatter and gather, one row a copy, bfloat16
     headers, scores = 8 * 4096 * 8 * 8, 8 * 4096 * 8 * 4
-    counts, flags = 8 * 64 * 4, 5 * 256
+    counts, flags = 10 * 256, 5 * 256  # counts of 64 experts and 8 ranks and a mark, of 8 ranks: 2336 bytes
     assert cfg.symmetric_bytes(world_size=8) == 2 * (rows + headers + scores + counts + flags) + 256
 
 

@@ -91,7 +91,8 @@ def test_opcheck(capacity, ids_dtype, monkeypatch):
     ids = torch.randint(-1, E, (5, K)).to(ids_dtype)
     lane = dispatcher.arena.lanes[0].number
     number = -1 if capacity == "exact" else capacity
-    arguments = (x, scores, ids, dispatcher.arena.anchor, lane, 1, E, C, number, 1)
+    tensors = (x, scores, ids, dispatcher.arena.anchor, dispatcher._ledger.card, None)
+    arguments = (*tensors, lane, 1, E, C, number, 1)
     torch.library.opcheck(torch.ops.symm_a2a.dispatch, arguments)
     rows, _, *routing, token = [t.detach() for t in torch.ops.symm_a2a.dispatch(*arguments)]
     routing[3].requires_grad_()

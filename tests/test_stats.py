@@ -190,7 +190,8 @@ def test_a_difference_is_what_came_between():
         assert between.copies == once.copies
         assert between.payload_bytes_W == once.payload_bytes_W
         assert between.symmetric_bytes == once.symmetric_bytes
-        assert between.as_dict() == dataclasses.asdict(between)
+        assert between.as_dict() == dataclasses.asdict(between) | {"load": between.load.as_dict()}
+        assert between.load == once.load
 
 
 def test_an_empty_exchange_counts():
@@ -228,14 +229,14 @@ def test_a_profile_shows_operation_lane_and_epoch(form):
 
 
 def test_barriers_and_counts_send_what_they_say():
-    """Three flags each to every rank; a broadcast the counts of all experts too."""
+    """Three flags each to every rank; a broadcast the counts of all experts, of all ranks, and a mark too."""
     with symm_a2a.SymmTokenDispatcher(config(), device="cpu") as dispatcher:
         start = dispatcher.stats()
         dispatcher.barrier()
         met = dispatcher.stats()
         dispatcher.broadcast_counts(torch.zeros(2, K, dtype=torch.int64), lane=1)
         assert (met - start).metadata_bytes_W == [3 * 8]
-        assert (dispatcher.stats() - met).metadata_bytes_W == [3 * 8 + 4 * E]
+        assert (dispatcher.stats() - met).metadata_bytes_W == [3 * 8 + 4 * (E + 1 + 1)]
         assert dispatcher.stats().launches == 2 + 3
 
 

@@ -12,23 +12,27 @@ from bench.kernels.gpus import GPUS
 from bench.kernels.polls import loops_by_file, poll_faults
 
 FLAGS = {
+    "_assign_kernel": (0, 0),
     "_count_kernel[KIND=0]": (1, 2),
     "_row_count_kernel": (1, 1),
     "_credit_kernel[KIND=1]": (1, 1),
     "_barrier_kernel[HAS_COUNTS=0,KIND=5]": (2, 5),
-    "_barrier_kernel[HAS_COUNTS=1,KIND=6]": (2, 4),
+    "_barrier_kernel[HAS_COUNTS=1,KIND=6]": (2, 5),
     "_scatter_kernel[PLACE=1,COUNTS_TOO=0,KIND=0]": (1, 2),
     "_scatter_kernel[PLACE=1,COUNTS_TOO=1,KIND=0]": (2, 4),
     "_scatter_kernel[PLACE=0,COUNTS_TOO=0,KIND=3]": (2, 4),
-    "_expand_kernel": (1, 2),
+    "_expand_kernel": (1, 3),
     "_expand_grad_kernel": (1, 2),
     "_gather_kernel[WEIGHTED=1,HAS_SCORES=1,KIND=1]": (2, 3),
     "_gather_kernel[WEIGHTED=0,HAS_SCORES=1,KIND=2]": (2, 3),
     "_finish_kernel[HAS_SCORES=0,KIND=1]": (1, 2),
     "_finish_kernel[HAS_SCORES=1,KIND=2]": (1, 2),
+    "_count_slots_kernel": (0, 0),
+    "_align_kernel": (0, 0),
 }
 """How often each form acquires and releases at system scope: one of the releases, two where a kernel looks at
-its credit and then waits for peers too, is the failure report; the others publish."""
+its credit and then waits for peers, or at placements after the copies, is the failure report; the others
+publish."""
 
 WAITS_IN = {"flags.py": 1}
 """The source files that have `while` loops, and how many: nothing else waits in a kernel."""

@@ -4,8 +4,8 @@ Counted is what cannot be avoided. A kernel reads each byte it needs once, and w
 once: what it reads again, or has just written itself, it finds in a cache. Stores to other ranks go over
 the link; the same stores arrive in the memory of others, so what others store here counts as received.
 
-Left out, some hundred bytes a kernel: flags and cells that it reads, and the table of the peers'
-addresses. Flags that it stores count, 8 bytes for each rank, itself included.
+Left out, some hundred bytes a kernel: flags and cells that it reads, the table of the peers' addresses,
+and the dispatcher's card. Flags that it stores count, 8 bytes for each rank, itself included.
 
 Letters: `W` ranks, `T` tokens, `C` token capacity, `D` hidden, `P` hidden padded to 16 bytes, `K` top-k, `E`
 experts, `L = E / W`, `R` rows at this rank, `B` token blocks, `s` bytes of an element, 4 bytes of a score.
@@ -20,6 +20,7 @@ from bench.limits.load import Load
 
 FLAG = 8
 INDEX = 4
+TOTAL = 8
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,9 @@ def backward(load: Load) -> list[Traffic]:
 def count(load: Load) -> Traffic:
     """Slots of each expert and copies for each rank, of each token block and in all.
 
-    Reads the ids, `8 K T`. Writes sums of every block, `4 (E + W) B`, the copies for each rank, `4 W`,
-    and its counts of all experts with a flag to every rank, `4 E + 8` each.
+    Reads the ids, `8 K T`. Writes sums of every block, `4 (E + W) B`, the copies
+    for each rank, `4 W`, and to every rank its counts of all experts and ranks, the mark, and a flag,
+    `4 (E + W + 1) + 8` each.
     """
     counts = _counts(load)
     return Traffic(
@@ -131,8 +133,8 @@ def scatter(load: Load) -> Traffic:
 
 
 def _counts(load: Load) -> int:
-    """Bytes of one rank's counts, with their flag."""
-    return INDEX * load.experts + FLAG
+    """Bytes of one rank's counts of experts and ranks, with a mark and their flag."""
+    return INDEX * (load.experts + load.ranks + 1) + FLAG
 
 
 def _block_sums(load: Load) -> int:
@@ -143,22 +145,24 @@ def _block_sums(load: Load) -> int:
 def expand(load: Load) -> Traffic:
     """Each received copy to the rows of its local experts.
 
-    Reads the copies that came, `s P + 8 K` each, and the counts of this rank's experts, `4 L W`. Writes
-    the rows, `s D R`, those of no slot included. Writes the row and the score of every slot of every copy
-    that there is room for, `(4 + 4) K C W`, as handles are defined everywhere. Then the tally, the rows
-    of each expert, a token, and a flag for every rank.
+    Reads the copies that came, `s P + 8 K` each, and the counts and marks of all ranks, `4 (E + W + 1) W`.
+    Adds the counts to the dispatcher's totals, `8 (E + W W)`, written once each. Writes the rows, `s D R`,
+    those of no slot included. Writes the row and the score of every slot of every copy that there is room
+    for, `(4 + 4) K C W`, as handles are defined everywhere. Then the tally, the rows of each expert, a token,
+    and a flag for every rank.
     """
     header = 2 * load.score_bytes * load.top_k
     index = (INDEX + load.score_bytes) * load.top_k * load.capacity * load.ranks
     tally = INDEX * (load.ranks + load.local_experts + 1)
+    totals = TOTAL * (load.experts + load.ranks**2)
     small = tally + INDEX * load.local_experts + INDEX + FLAG
     return Traffic(
         "expand",
         reads=Bytes(
             load.section_row * load.copies_in,
-            header * load.copies_in + INDEX * load.local_experts * load.ranks,
+            header * load.copies_in + INDEX * (load.experts + load.ranks + 1) * load.ranks,
         ),
-        writes=Bytes(load.row * (load.rows + load.gap_rows), index + small),
+        writes=Bytes(load.row * (load.rows + load.gap_rows), index + totals + small),
         sent=Bytes(rest=load.others * FLAG),
         received=Bytes(rest=load.others * FLAG),
     )

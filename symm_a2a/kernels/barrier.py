@@ -8,6 +8,7 @@ import triton.language as tl
 
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
+from symm_a2a.kernels.counting import placed_alike
 from symm_a2a.kernels.flags import (
     WAIT_COPIES,
     WAIT_CREDIT,
@@ -28,7 +29,8 @@ _EXCHANGES = tl.constexpr(int(Cell.EXCHANGES))
 
 @triton.jit(do_not_specialize=["rank", "polls"])
 def _barrier_kernel(
-    counts_out_ptr, counts_ptr, peers_ptr, ready_ptr, free_ptr, abort_ptr, state_ptr, status_ptr, rank, polls,
+    counts_out_ptr, counts_ptr, ledger_ptr,
+    peers_ptr, ready_ptr, free_ptr, abort_ptr, state_ptr, status_ptr, rank, polls,
     READY: tl.constexpr, COUNTS_READY: tl.constexpr, FREE: tl.constexpr,
     ARRIVE: tl.constexpr, LEAVE: tl.constexpr, HAS_COUNTS: tl.constexpr, KIND: tl.constexpr,
     E: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -54,26 +56,36 @@ def _barrier_kernel(
         here = tl.load(state_ptr + _JOINED) + 1
         label = label_of(here, KIND)
         ready = wait(ready_ptr, abort_ptr, state_ptr, here, polls, W, W_PAD)
-        if agreed(ready, here, label, W, W_PAD) & healthy(state_ptr):
+        met = agreed(ready, here, label, W, W_PAD)
+        if met == 0:
+            report(state_ptr, status_ptr, ready, here, label, KIND, WAIT_COPIES, W, W_PAD)
+        elif HAS_COUNTS:
+            met = placed_alike(ledger_ptr, counts_ptr, state_ptr, status_ptr, here, KIND, E, W, W_PAD)
+        if met & healthy(state_ptr):
             if HAS_COUNTS:
                 for first in tl.range(0, W * E, BLOCK):
                     i = first + tl.arange(0, BLOCK)
-                    tl.store(
-                        counts_out_ptr + i, tl.load(counts_ptr + i, mask=i < W * E, other=0), mask=i < W * E
-                    )
+                    counts = tl.load(counts_ptr + i + i // E * (W + 1), mask=i < W * E, other=0)
+                    tl.store(counts_out_ptr + i, counts, mask=i < W * E)
             tl.store(state_ptr + _JOINED, here)
             publish(peers_ptr, FREE, rank, flag_words(here, 0, W_PAD), W, W_PAD)
-        else:
-            report(state_ptr, status_ptr, ready, here, label, KIND, WAIT_COPIES, W, W_PAD)
 
 
-def barrier(channel: Channel, counts_WE: torch.Tensor | None, *, arrive: bool, leave: bool) -> None:
+def barrier(
+    channel: Channel,
+    counts_WE: torch.Tensor | None,
+    ledger: torch.Tensor | None = None,
+    *,
+    arrive: bool,
+    leave: bool,
+) -> None:
     """Meet every peer, in one launch where kernels may wait, else in two.
 
     Args:
         channel: the lane.
         counts_WE: int32, written when leaving: the counts of all ranks, which `count` has sent before.
             None where no counts were sent.
+        ledger: of the dispatcher, see `expand`; None for the lane's.
         arrive: tell every peer that this rank is here.
         leave: take note that every peer is; where kernels do not wait, the host has made sure.
 
@@ -94,7 +106,8 @@ def barrier(channel: Channel, counts_WE: torch.Tensor | None, *, arrive: bool, l
     layout = channel.layout
     counts = channel.local["counts"]
     channel.launch(_barrier_kernel)(
-        counts if counts_WE is None else counts_WE, counts, channel.peers_W,
+        counts if counts_WE is None else counts_WE, counts,
+        channel.ledger if ledger is None else ledger, channel.peers_W,
         channel.local["scatter_ready"], channel.local["scatter_free"], channel.abort_W,
         channel.state, channel.status, channel.rank, channel.polls,
         READY=channel.offset("scatter_ready"), COUNTS_READY=channel.offset("counts_ready"),

@@ -33,6 +33,7 @@ _TILE = 1 << 20
 class Residency(NamedTuple):
     """Programs of each kernel for every multiprocessor; also what bounds their registers."""
 
+    assign: int = 8
     count: int = 4
     scatter: int = 3
     expand: int = 10
@@ -46,10 +47,12 @@ class Blocks:
     """Tile sizes of a layout; powers of two.
 
     Attributes:
+        assigned: slots whose places are looked up together.
         tokens: tokens whose slots are counted and placed together.
         small_tokens: the same where a scatter counts for itself.
         strip: slots compared at once with the slots of a block.
         sums: block counts added at once.
+        counts: counts of experts and copies that are recorded together.
         copies: copies whose headers are read together.
         send_rows: rows of a tile in a scatter, one a token.
         copy_rows: rows of a tile in an expand, one a copy.
@@ -64,10 +67,12 @@ class Blocks:
         residency: programs for every multiprocessor, where no budget is set.
     """
 
+    assigned: int
     tokens: int
     small_tokens: int
     strip: int
     sums: int
+    counts: int
     copies: int
     send_rows: int
     copy_rows: int
@@ -106,7 +111,9 @@ def _interpreted(layout: ArenaLayout) -> Blocks:
     tokens = max(1, min(256, padded(layout.max_tokens), _TILE // (64 * k_pad)))
     rows = max(1, min(512, padded(layout.max_tokens), most))
     return Blocks(
-        tokens=tokens, small_tokens=tokens, strip=min(tokens * k_pad, _TILE // (tokens * k_pad)), sums=16,
+        assigned=min(_TILE, padded(layout.max_tokens * layout.top_k)), tokens=tokens, small_tokens=tokens,
+        strip=min(tokens * k_pad, _TILE // (tokens * k_pad)), sums=16,
+        counts=min(1024, padded(layout.num_experts + layout.world_size)),
         copies=copies, send_rows=min(rows, tokens), copy_rows=copies, sum_rows=copies, grad_rows=copies,
         rows=rows, columns=columns, peers=peers, slots=min(8, k_pad),
         vector=16 // layout.dtype.itemsize, warps=4,
@@ -122,9 +129,9 @@ def _compiled(layout: ArenaLayout, *, wide: bool) -> Blocks:
     tokens = max(rows, min(128 // k_pad, padded(layout.max_tokens) // 256))
     copies = max(copy_rows, min(32, padded(layout.max_tokens * layout.world_size) // 2048))
     return Blocks(
-        tokens=tokens, small_tokens=rows, strip=16, sums=16, copies=copies, send_rows=rows,
-        copy_rows=copy_rows, sum_rows=min(4, copy_rows), grad_rows=min(4, copy_rows),
+        assigned=512, tokens=tokens, small_tokens=rows, strip=16, sums=16, counts=32, copies=copies,
+        send_rows=rows, copy_rows=copy_rows, sum_rows=min(4, copy_rows), grad_rows=min(4, copy_rows),
         rows=max(rows, 8 // w_pad) if wide else 1, columns=row_bytes // itemsize, peers=min(8, w_pad),
         slots=1 if wide else min(2, k_pad), vector=16 // itemsize, warps=16 if wide else 4,
-        residency=Residency(1, 1, 1, 1, 1, 1) if wide else Residency(),
+        residency=Residency(*[1] * len(Residency._fields)) if wide else Residency(),
     )  # fmt: skip

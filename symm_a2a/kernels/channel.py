@@ -89,18 +89,19 @@ class Cell(IntEnum):
 
 
 class Wait(IntEnum):
-    """What a kernel, or the host, was waiting for when it gave up."""
+    """What a kernel, or the host, was waiting for when it gave up; or what came, and was wrong."""
 
     COPIES = 1
     CREDIT = 2
     COUNTS = 3
+    PLACEMENT = 4
 
 
 class Report(IntEnum):
     """Places in a lane's `status`: int64, readable by the host at any time.
 
     `FAILURE` is `kind << 4 | wait`, written last. From `WORDS` on stand the `W` flag words
-    as they were seen.
+    as they were seen, or the marks of the placements.
     """
 
     FAILURE = 0
@@ -156,6 +157,7 @@ class Channel:
         local: this rank's regions by name, as typed views.
         state: int64 `(state_cells(W),)`, see `Cell`.
         status: int64 `(Report.WORDS + W,)`, see `Report`.
+        ledger: int64 `(2,)`, where exchanges that no dispatcher makes are recorded; see `expand`.
         polls: how often a wait looks before it gives up; 0 where the host has waited.
         spins: whether a launch ends only when every peer's copies have arrived.
         programs: the most programs that a kernel may have; None for as many as fill the device.
@@ -171,6 +173,7 @@ class Channel:
     local: dict[str, torch.Tensor]
     state: torch.Tensor
     status: torch.Tensor
+    ledger: torch.Tensor
     polls: int
     spins: bool
     programs: int | None

@@ -15,7 +15,7 @@ _SCATTER_LAUNCHED = tl.constexpr(int(Cell.SCATTER_LAUNCHED))
 
 @triton.jit(do_not_specialize=["rank", "T", "num_blocks", "polls"])
 def _count_kernel(
-    ids_ptr, tally_ptr, expert_sums_ptr, peer_sums_ptr,
+    ids_ptr, tally_ptr, expert_sums_ptr, peer_sums_ptr, ledger_ptr,
     peers_ptr, free_ptr, abort_ptr, state_ptr, status_ptr, rank, T, num_blocks, polls,
     KIND: tl.constexpr, COUNTS: tl.constexpr, COUNTS_READY: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
@@ -56,8 +56,9 @@ def _count_kernel(
         free = wait(free_ptr, abort_ptr, state_ptr, epoch - 1, polls, W, W_PAD)
         if reached(free, epoch - 1, W, W_PAD) & healthy(state_ptr):
             send_counts(
-                all_slots, peers_ptr, state_ptr, rank, epoch, KIND, COUNTS, COUNTS_READY, E, E_PAD, W, W_PAD
-            )
+                all_slots, all_copies, ledger_ptr, peers_ptr, state_ptr, rank, epoch,
+                KIND, COUNTS, COUNTS_READY, E, E_PAD, W, W_PAD,
+            )  # fmt: skip
         else:
             report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
 
@@ -77,7 +78,12 @@ def new_sums(channel: Channel, ids_TK: torch.Tensor) -> Sums:
 
 
 def count(
-    channel: Channel, ids_TK: torch.Tensor, tally: torch.Tensor, sums: Sums, kind: Kind = Kind.DISPATCH
+    channel: Channel,
+    ids_TK: torch.Tensor,
+    tally: torch.Tensor,
+    sums: Sums,
+    kind: Kind = Kind.DISPATCH,
+    ledger: torch.Tensor | None = None,
 ) -> None:
     """Count this rank's slots and copies, and send the counts to every peer.
 
@@ -90,6 +96,7 @@ def count(
         tally: int32 `(2 W + L + 1,)`, of which the first `W` are written.
         sums: written; `scatter` places the slots by them.
         kind: `DISPATCH`, or `COUNTS` where no rows follow.
+        ledger: of the dispatcher, see `expand`; None for the lane's.
 
     Example:
         >>> import symm_a2a
@@ -103,14 +110,14 @@ def count(
         >>> expert_sums.tolist(), peer_sums.tolist()
         ([[1, 2]], [[1, 1]])
         >>> channels[1].local["counts"].tolist()
-        [[1, 2], [0, 0]]
+        [[1, 2, 1, 1, 0], [0, 0, 0, 0, 0]]
     """
     layout = channel.layout
     blocks = channel.blocks
     expert_sums, peer_sums = sums
     T, num_blocks = ids_TK.shape[0], expert_sums.shape[0]
     channel.launch(_count_kernel, num_blocks, blocks.residency.count)(
-        ids_TK, tally, expert_sums, peer_sums,
+        ids_TK, tally, expert_sums, peer_sums, channel.ledger if ledger is None else ledger,
         channel.peers_W, channel.local["scatter_free"], channel.abort_W, channel.state, channel.status,
         channel.rank, T, num_blocks, channel.polls,
         KIND=int(kind), COUNTS=channel.offset("counts"), COUNTS_READY=channel.offset("counts_ready"),

@@ -1,10 +1,10 @@
-"""Counting the slots and copies of tokens, and sending the counts to every peer."""
+"""Counting the slots and copies of tokens, sending the counts to every peer, and trusting what came."""
 
 import triton
 import triton.language as tl
 
 from symm_a2a.kernels.channel import Cell, Report
-from symm_a2a.kernels.flags import flag_words, label_of, publish
+from symm_a2a.kernels.flags import WAIT_PLACEMENT, flag_words, label_of, publish, report
 
 _COUNTED = tl.constexpr(int(Cell.COUNTED))
 _INVALID_IDS = tl.constexpr(int(Report.INVALID_IDS))
@@ -51,19 +51,44 @@ def count_tokens(
 
 @triton.jit
 def send_counts(
-    slots, peers_ptr, state_ptr, rank, epoch, KIND: tl.constexpr,
+    slots, copies, ledger_ptr, peers_ptr, state_ptr, rank, epoch, KIND: tl.constexpr,
     COUNTS: tl.constexpr, COUNTS_READY: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's counts to its section at every peer, and publish them."""
+    """Store this rank's slots for every expert, its copies for every rank, and the mark of its placement.
+
+    To every peer; then publish them.
+    """
     e = tl.arange(0, E_PAD)
     w = tl.arange(0, W_PAD)
     base = tl.load(peers_ptr + w, mask=w < W, other=0) + COUNTS
-    section = base.to(tl.pointer_type(tl.int32)) + rank * E
+    section = base.to(tl.pointer_type(tl.int32)) + rank * (E + W + 1)
     tl.store(
         section[:, None] + e[None, :],
         tl.broadcast_to(slots[None, :], (W_PAD, E_PAD)),
         mask=(w < W)[:, None] & (e < E)[None, :],
     )
+    tl.store(
+        section[:, None] + E + w[None, :],
+        tl.broadcast_to(copies[None, :], (W_PAD, W_PAD)),
+        mask=(w < W)[:, None] & (w < W)[None, :],
+    )
+    mark = tl.load(ledger_ptr + 1).to(tl.int32)
+    tl.store(section + E + W, tl.broadcast_to(mark, (W_PAD,)), mask=w < W)
     publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, label_of(epoch, KIND), W_PAD), W, W_PAD)
     tl.store(state_ptr + _COUNTED, epoch)
+
+
+@triton.jit
+def placed_alike(
+    ledger_ptr, counts_ptr, state_ptr, status_ptr, epoch,
+    KIND: tl.constexpr, E: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+):  # fmt: skip
+    """Whether all ranks have put the experts where this one has; reports the lane where not."""
+    w = tl.arange(0, W_PAD)
+    mark = tl.load(ledger_ptr + 1)
+    marks = tl.load(counts_ptr + w * (E + W + 1) + E + W, mask=w < W, other=0).to(tl.int64)
+    alike = tl.min(tl.where(w < W, marks == mark, True).to(tl.int32), 0) != 0
+    if alike == 0:
+        report(state_ptr, status_ptr, marks, epoch, mark, KIND, WAIT_PLACEMENT, W, W_PAD)
+    return alike

@@ -7,6 +7,7 @@ import triton.language as tl
 from symm_a2a.kernels.addresses import copies_in_turn, slots_of
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
+from symm_a2a.kernels.counting import placed_alike
 from symm_a2a.kernels.flags import copies_in, label_of
 from symm_a2a.kernels.gaps import expert_starts, zero_gaps
 from symm_a2a.kernels.phases import may_join, release_sections
@@ -58,14 +59,38 @@ def _read_headers(
     tl.store(score_of_copy_ptr + target, scores, mask=mask)
 
 
+@triton.jit
+def _record_load(
+    ledger_ptr, counts_ptr, program, programs,
+    E: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add all ranks' counts to the dispatcher's totals: slots of every expert, then copies `(W, W)`.
+
+    Example: ranks 0 and 1 sent `[3, 1]` and `[2, 0]` slots to two experts, `[3, 1]` and `[2, 0]` copies to
+    two ranks: `[5, 1]` and `[[3, 1], [2, 0]]` are added.
+    """
+    w = tl.arange(0, W_PAD)
+    totals = tl.load(ledger_ptr).to(tl.pointer_type(tl.int64))
+    for first in tl.range(program * BLOCK, E + W, programs * BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        mask = (w < W)[:, None] & (i < E + W)[None, :]
+        counts = tl.load(counts_ptr + w[:, None] * (E + W + 1) + i[None, :], mask=mask, other=0).to(tl.int64)
+        tl.atomic_add(totals + i, tl.sum(counts, 0), mask=i < E, sem="relaxed", scope="gpu")
+        # Column E + q has the copies for rank q.
+        cell = w[:, None] * W + i[None, :]
+        tl.atomic_add(totals + cell, counts, mask=mask & (i >= E)[None, :], sem="relaxed", scope="gpu")
+
+
 @triton.jit(do_not_specialize=["rank", "C", "capacity"])
 def _expand_kernel(
     rows_ptr, tokens_per_expert_ptr, row_of_copy_ptr, score_of_copy_ptr, tally_ptr, token_ptr,
-    counts_ptr, headers_ptr, payload_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr, rank, C, capacity,
+    ledger_ptr, counts_ptr, headers_ptr, payload_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr,
+    rank, C, capacity,
     FREE: tl.constexpr, PAD: tl.constexpr, GAPS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, L_PAD: tl.constexpr,
     W: tl.constexpr, W_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Expand the copies of all sections, and free the sections.
 
@@ -84,9 +109,11 @@ def _expand_kernel(
     label = label_of(epoch, _KIND)
     words, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, label, _KIND, W, W_PAD)
     if here:
+        here = placed_alike(ledger_ptr, counts_ptr, state_ptr, status_ptr, epoch, _KIND, E, W, W_PAD)
+    if here:
         received = copies_in(words)
         counts = tl.load(
-            counts_ptr + w[:, None] * E + rank * L + e[None, :],
+            counts_ptr + w[:, None] * (E + W + 1) + rank * L + e[None, :],
             mask=(w < W)[:, None] & (e < L)[None, :], other=0,
         )  # fmt: skip
         expert_rows = tl.sum(counts, 0)
@@ -105,6 +132,7 @@ def _expand_kernel(
             dropped = tl.sum(tl.maximum(expert_rows - tl.maximum(capacity - start, 0), 0), 0)
             if dropped > 0:
                 tl.atomic_add(status_ptr + _OVERFLOW, dropped.to(tl.int64), sem="relaxed", scope="sys")
+        _record_load(ledger_ptr, counts_ptr, program, programs, E, W, W_PAD, BLOCK_E)
         for first in tl.range(program * BLOCK_C, C * W, programs * BLOCK_C):
             _read_headers(
                 headers_ptr, row_of_copy_ptr, score_of_copy_ptr, row_starts, received, first, rank,
@@ -146,6 +174,7 @@ def expand(
     score_of_copy: torch.Tensor,
     tally: torch.Tensor,
     token: torch.Tensor,
+    ledger: torch.Tensor | None = None,
     *,
     pad_multiple: int,
     exact: bool,
@@ -165,6 +194,9 @@ def expand(
         tally: int32 `(2 W + L + 1,)`; from `W` on written: copies received from each peer,
             rows of each local expert before padding and drops, the dispatch's epoch.
         token: float32 `(1,)`, set to zero.
+        ledger: int64 `(2,)`, of the dispatcher: the address of its totals, int64 `(E + W * W,)`, to which all
+            ranks' slots for every expert and copies for every rank are added; and the mark of its placement,
+            which every rank must have. None for the lane's.
         pad_multiple: each expert's rows are padded to a multiple of it.
         exact: whether `rows_RD` has exactly as many rows as arrive.
 
@@ -191,6 +223,7 @@ def expand(
     work = triton.cdiv(W * layout.max_tokens, blocks.copies)
     channel.launch(_expand_kernel, work, blocks.residency.expand)(
         rows_RD, tokens_per_expert_L, row_of_copy, score_of_copy, tally, token,
+        channel.ledger if ledger is None else ledger,
         channel.local["counts"], channel.local["headers"], channel.local["scatter_rows"],
         channel.peers_W, channel.local["scatter_ready"], channel.state, channel.status,
         channel.rank, layout.max_tokens, rows_RD.shape[0],
@@ -198,4 +231,5 @@ def expand(
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         E=layout.num_experts, L_PAD=padded(L), W=W, W_PAD=padded(W),
         BLOCK_C=blocks.copies, BLOCK_R=blocks.copy_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,
+        BLOCK_E=blocks.counts,
     )  # fmt: skip

@@ -28,6 +28,7 @@ _WORDS = tl.constexpr(int(Report.WORDS))
 WAIT_COPIES = tl.constexpr(int(Wait.COPIES))
 WAIT_CREDIT = tl.constexpr(int(Wait.CREDIT))
 WAIT_COUNTS = tl.constexpr(int(Wait.COUNTS))
+WAIT_PLACEMENT = tl.constexpr(int(Wait.PLACEMENT))
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def _row_count_kernel(
     words = wait(ready_ptr, abort_ptr, state_ptr, epoch, polls, W, W_PAD)
     if agreed(words, epoch, label, W, W_PAD):
         counts = tl.load(
-            counts_ptr + w[:, None] * E + rank * L + e[None, :],
+            counts_ptr + w[:, None] * (E + W + 1) + rank * L + e[None, :],
             mask=(w < W)[:, None] & (e < L)[None, :], other=0,
         )  # fmt: skip
         _, sizes = expert_starts(tl.sum(counts, 0), PAD)

@@ -129,7 +129,7 @@ def _send_block(
 @triton.jit(do_not_specialize=["rank", "T", "C", "num_blocks", "polls"])
 def _scatter_kernel(
     x_ptr, ids_ptr, scores_ptr, expert_sums_ptr, peer_sums_ptr,
-    copy_of_peer_ptr, copy_of_slot_ptr, tally_ptr,
+    copy_of_peer_ptr, copy_of_slot_ptr, tally_ptr, ledger_ptr,
     peers_ptr, ready_ptr, free_ptr, abort_ptr, state_ptr, status_ptr, rank, T, C, num_blocks, polls,
     HEADERS: tl.constexpr, ROWS: tl.constexpr, READY: tl.constexpr, COUNTS_READY: tl.constexpr,
     COUNTS: tl.constexpr, PLACE: tl.constexpr, COUNTS_TOO: tl.constexpr, SPINS: tl.constexpr,
@@ -171,8 +171,9 @@ def _scatter_kernel(
                 )
                 tl.store(tally_ptr + w, copies, mask=w < W)
                 send_counts(
-                    slots, peers_ptr, state_ptr, rank, epoch, KIND, COUNTS, COUNTS_READY, E, E_PAD, W, W_PAD
-                )
+                    slots, copies, ledger_ptr, peers_ptr, state_ptr, rank, epoch, KIND, COUNTS, COUNTS_READY,
+                    E, E_PAD, W, W_PAD,
+                )  # fmt: skip
         else:
             # The count kernel holds the credit already.
             ok = healthy(state_ptr)
@@ -228,6 +229,7 @@ def scatter(
     tally: torch.Tensor,
     slots: tuple[torch.Tensor, torch.Tensor] | None = None,
     sums: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ledger: torch.Tensor | None = None,
 ) -> None:
     """Send the rows of `x_TD` to the ranks of their experts, and publish them.
 
@@ -245,6 +247,7 @@ def scatter(
         slots: for a dispatch `(ids_TK, scores_TK)`, contiguous, the scores of the layout's score dtype.
         sums: as `count` wrote them; None to count here, at most `SMALL_TOKENS` tokens, and write
             the first `W` of the tally.
+        ledger: of the dispatcher, see `expand`; None for the lane's.
 
     Example:
         >>> import symm_a2a
@@ -276,7 +279,8 @@ def scatter(
     W, L = layout.world_size, layout.num_local_experts
     channel.launch(_scatter_kernel, num_blocks, blocks.residency.scatter)(
         x_TD, ids, scores, expert_sums, peer_sums, copy_of_peer_TW, copy_of_slot_TK, tally,
-        channel.peers_W, channel.local["scatter_ready"], channel.local["scatter_free"],
+        channel.ledger if ledger is None else ledger, channel.peers_W,
+        channel.local["scatter_ready"], channel.local["scatter_free"],
         channel.abort_W, channel.state, channel.status,
         channel.rank, T, layout.max_tokens, num_blocks, channel.polls,
         HEADERS=channel.offset("headers"), ROWS=channel.offset("scatter_rows"),

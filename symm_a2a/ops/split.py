@@ -36,8 +36,18 @@ from symm_a2a.lane import Lane
 class DispatchState:
     """What the nodes of one dispatch share besides tensors that autograd knows."""
 
-    def __init__(self, lane: Lane, anchor: Tensor, capacity: int, pad_multiple: int) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        anchor: Tensor,
+        capacity: int,
+        pad_multiple: int,
+        table: Tensor | None = None,
+        ledger: Tensor | None = None,
+    ) -> None:
         self.lane = lane
+        self.table = table
+        self.ledger = ledger
         self.anchor = anchor
         self.capacity = capacity
         self.pad_multiple = pad_multiple
@@ -94,8 +104,9 @@ class _DispatchLaunch(torch.autograd.Function):
         ctx.state = state
         state.given, state.versions = (x, scores, ids), [_version(t) for t in (x, scores, ids)]
         state.flight = launch_dispatch(
-            state.lane, x, scores, ids, state.capacity, state.pad_multiple, beside=True
-        )
+            state.lane, x, scores, ids, state.capacity, state.pad_multiple, state.table, state.ledger,
+            beside=True,
+        )  # fmt: skip
         return x.new_empty(1, dtype=torch.float32)
 
     @staticmethod

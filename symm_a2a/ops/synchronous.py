@@ -33,11 +33,14 @@ from symm_a2a.ops.table import lane_of
 
 @torch.library.custom_op("symm_a2a::dispatch", mutates_args=())
 def dispatch(
-    x: Tensor, scores: Tensor, ids: Tensor, anchor: Tensor, lane: int,
+    x: Tensor, scores: Tensor, ids: Tensor, anchor: Tensor, ledger: Tensor, table: Tensor | None, lane: int,
     world_size: int, num_local_experts: int, max_tokens: int, capacity: int, pad_multiple: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Dispatch in lane `lane`: rows, counts, the five tensors of `Routing`, and a token."""
-    flight = launch_dispatch(lane_of(lane), x, scores, ids, capacity, pad_multiple)
+    """Dispatch in lane `lane`: rows, counts, the five tensors of `Routing`, and a token.
+
+    The ledger is an address: what is added there is no compiler's business, as the lane is none.
+    """
+    flight = launch_dispatch(lane_of(lane), x, scores, ids, capacity, pad_multiple, table, ledger)
     rows, counts, routing, token = join_dispatch(flight)
     copy_of_peer, copy_of_slot, row_of_copy, score_of_copy, tally = routing
     return rows, counts, copy_of_peer, copy_of_slot, row_of_copy, score_of_copy, tally, token
@@ -45,7 +48,7 @@ def dispatch(
 
 @dispatch.register_fake
 def _(
-    x: Tensor, scores: Tensor, ids: Tensor, anchor: Tensor, lane: int,
+    x: Tensor, scores: Tensor, ids: Tensor, anchor: Tensor, ledger: Tensor, table: Tensor | None, lane: int,
     world_size: int, num_local_experts: int, max_tokens: int, capacity: int, pad_multiple: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     T, K = ids.shape
@@ -128,7 +131,7 @@ def _(
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.lane, ctx.rows_shape, ctx.rows_dtype = inputs[4], output[0].shape, output[0].dtype
+    ctx.lane, ctx.rows_shape, ctx.rows_dtype = inputs[6], output[0].shape, output[0].dtype
     # Not the rows: nothing here reads them, and a caller may change them in place.
     ctx.save_for_backward(*output[2:])
 
@@ -141,7 +144,7 @@ def _dispatch_backward(ctx: Any, grad_rows: Tensor | None, *grads: Tensor | None
     grad_x, grad_scores, grad_anchor = torch.ops.symm_a2a.dispatch_backward(
         grad_rows, grad_scores, grad_token, *routing, token, ctx.lane
     )
-    return grad_x, grad_scores, None, grad_anchor, *[None] * 6
+    return grad_x, grad_scores, None, grad_anchor, *[None] * 8
 
 
 dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_context)
