@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = ("a2av", "kernels", "limits", "plan", "plot", "train")
+COMMANDS = ("a2av", "kernels", "limits", "plan", "plot", "train", "ulysses")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -68,7 +68,7 @@ class Launch:
     @property
     def variant(self) -> str:
         """The kernel's name with the constants that choose a form of it."""
-        chosen = ("PLACE", "COUNTS_TOO", "WEIGHTED", "KIND", "HAS_SCORES", "HAS_COUNTS")
+        chosen = ("PLACE", "COUNTS_TOO", "WEIGHTED", "KIND", "HAS_SCORES", "HAS_COUNTS", "STRIDED", "SUMS")
         forms = [f"{k}={int(v)}" for k, v in self.arguments.items() if k in chosen]
         return f"{self.name}[{','.join(forms)}]" if forms else self.name
 
@@ -153,6 +153,7 @@ def launches_of(
         channel = world.dispatchers[0].arena.lanes[0].channel
         _launch_others(channel, cfg.pad_multiple, x.detach(), scores.detach(), ids)
         symm_a2a.align_blocks(ids, channel.layout.num_experts, 64)
+        _launch_sequences(cfg, world_size, num_tokens, multiprocessors)
     return list({launch.variant: launch for launch in reversed(launches)}.values())[::-1]
 
 
@@ -183,3 +184,25 @@ def _launch_others(
         barrier(channel, counts_WE, arrive=True, leave=True)
     table = ids_TK.new_zeros((layout.num_experts, 2, 2), dtype=torch.int32)
     assign(channel, ids_TK, table, torch.empty_like(ids_TK, dtype=torch.int32))
+
+
+def _launch_sequences(cfg: symm_a2a.EPConfig, W: int, num_tokens: int, multiprocessors: int) -> None:
+    """Launch the exchanges of sequences, for rows of `cfg.hidden_dim`: two heads of every rank."""
+    from symm_a2a.kernels.ulysses import RESIDENCY, Kind, Sizes
+    from symm_a2a.kernels.ulysses_send import send_heads
+    from symm_a2a.kernels.ulysses_take import take_heads
+    from symm_a2a.ulysses.lane import SequenceLane
+
+    plain = Sizes(1, num_tokens, 2 * W, cfg.hidden_dim // 2, cfg.dtype, replicas=1)
+    shared = Sizes(1, num_tokens, 1, cfg.hidden_dim, cfg.dtype, replicas=W)
+    # Nothing runs: memory of any size will do, and none of what is sent is touched.
+    lane = SequenceLane.world(W, 1, torch.device("cpu"))[0]
+    channel = dataclasses.replace(lane.channel, spins=True, polls=1000, programs=multiprocessors * RESIDENCY)
+    token = torch.zeros(1)
+    for kind in Kind:
+        b, s, h, d = plain.input_shape(kind, W)
+        x = token.new_empty((b, s, h, d), dtype=cfg.dtype)
+        for given in (x, x.view(b, h, s, d).transpose(1, 2)):
+            send_heads(channel, kind, given, plain)
+        for sizes in (plain, shared):
+            take_heads(channel, kind, x.new_empty(sizes.output_shape(kind, W)), token, sizes)

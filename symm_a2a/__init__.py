@@ -35,6 +35,7 @@ from symm_a2a.placement import Placement  # noqa: E402
 from symm_a2a.rebalance import rebalance  # noqa: E402
 from symm_a2a.stats import Stats  # noqa: E402
 from symm_a2a.timeline import Timeline, save_picture, save_trace  # noqa: E402
+from symm_a2a.ulysses import SequenceGroup, head_to_seq, seq_to_head  # noqa: E402
 from symm_a2a.version import __version__  # noqa: E402
 from symm_a2a.virtual import VirtualWorld  # noqa: E402
 
@@ -63,6 +64,7 @@ __all__ = [
     "Placement",
     "RecordingError",
     "ScheduleError",
+    "SequenceGroup",
     "Stages",
     "Stats",
     "SymmA2AError",
@@ -74,10 +76,12 @@ __all__ = [
     "baselines",
     "checkpoint_ops",
     "group_batches",
+    "head_to_seq",
     "rebalance",
     "reference",
     "save_picture",
     "save_trace",
+    "seq_to_head",
     "testing",
     "token_shares",
 ]

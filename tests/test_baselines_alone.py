@@ -7,6 +7,7 @@ import torch.distributed as dist
 from symm_a2a import reference
 from symm_a2a.baselines import AllGatherTokenDispatcher, AllToAllTokenDispatcher, ReplicatedTokenDispatcher
 from symm_a2a.errors import ClosedError, ConfigError, InputError, JoinedTwiceError
+from symm_a2a.placement import Placement
 from tests.test_baselines import Case, close, config, experts, layer
 
 
@@ -204,3 +205,9 @@ def test_combine_says_what_it_expected(make, y_RD, message):
         dispatcher.combine(y_RD, handle)
     with pytest.raises(InputError, match="expected the handle that dispatch gave, got int"):
         dispatcher.combine(torch.zeros(12, 5).double(), 3)
+
+
+def test_another_placement_is_refused(make):
+    cfg = config(num_experts=2, top_k=1, placement=Placement(((1, 0),)))
+    with pytest.raises(ConfigError, match=r"equal, contiguous parts.*got another placement"):
+        make(cfg)

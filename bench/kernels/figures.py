@@ -29,6 +29,7 @@ ANNOUNCED = {
     "_expand_kernel": "load",
     "_expand_grad_kernel": "load",
     "_finish_kernel": "load",
+    "_send_heads_kernel": "store",
 }
 """The accesses of rows that a kernel's flag announces, or ends."""
 

@@ -29,6 +29,15 @@ FLAGS = {
     "_finish_kernel[HAS_SCORES=1,KIND=2]": (1, 2),
     "_count_slots_kernel": (0, 0),
     "_align_kernel": (0, 0),
+    "_send_heads_kernel[KIND=0,STRIDED=0]": (1, 2),
+    "_send_heads_kernel[KIND=0,STRIDED=1]": (1, 2),
+    "_send_heads_kernel[KIND=1,STRIDED=0]": (1, 2),
+    "_send_heads_kernel[KIND=1,STRIDED=1]": (1, 2),
+    "_send_heads_kernel[KIND=2,STRIDED=0]": (1, 2),
+    "_take_heads_kernel[KIND=0,SUMS=0]": (1, 1),
+    "_take_heads_kernel[KIND=1,SUMS=0]": (1, 1),
+    "_take_heads_kernel[KIND=1,SUMS=1]": (1, 1),
+    "_take_heads_kernel[KIND=2,SUMS=0]": (1, 1),
 }
 """How often each form acquires and releases at system scope: one of the releases, two where a kernel looks at
 its credit and then waits for peers, or at placements after the copies, is the failure report; the others
@@ -42,6 +51,7 @@ _PEER_ROWS = ("_scatter_kernel", "_gather_kernel")
 _LOCAL_ROWS = ("_expand_kernel", "_expand_grad_kernel", "_finish_kernel")
 _EXPERTS = ("_expand_kernel", "_gather_kernel", "_expand_grad_kernel")
 _ORIGINS = ("_finish_kernel",)
+_SEQUENCES = ("_send_heads_kernel", "_take_heads_kernel")
 _STREAMS = _EXPERTS + _ORIGINS
 _BUSY = ("olmoe", "dsv3", "qwen3", "kraken")
 """Shapes with work for a whole GPU; in "small", the grid is as small as the work."""
@@ -145,6 +155,8 @@ RULES = (
     Rule("store_bytes", "at least", 16, "narrow stores waste the link to a peer", kernels=_PEER_ROWS),
     Rule("store_bytes", "at least", 16, "aligned rows need none narrower", kernels=_LOCAL_ROWS, aligned=True),
     Rule("load_bytes", "at least", 16, "aligned rows need none narrower", kernels=_ALL_ROWS, aligned=True),
+    Rule("store_bytes", "at least", 16, "aligned rows need none narrower", kernels=_SEQUENCES, aligned=True),
+    Rule("load_bytes", "at least", 16, "aligned rows need none narrower", kernels=_SEQUENCES, aligned=True),
     Rule("loop_spills", "at most", 0, "a spill in the loop that moves rows is paid for every row"),
     Rule("stack", "at most", 16, "more is spills, or arrays that registers should hold"),
     Rule("program_registers", "at most", 32768, "two programs are to fit in", warps=(1, 2, 4, 8)),

@@ -86,6 +86,11 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
             raise ConfigError(
                 f'expected capacity="exact", the only one {type(self).__name__} has, got {cfg.capacity!r}'
             )
+        if cfg.placement is not None and not cfg.placement.is_contiguous:
+            raise ConfigError(
+                f"expected experts in equal, contiguous parts, as {type(self).__name__} has them, got "
+                "another placement"
+            )
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         self.cfg = cfg

@@ -56,12 +56,11 @@ def _barrier_kernel(
         here = tl.load(state_ptr + _JOINED) + 1
         label = label_of(here, KIND)
         ready = wait(ready_ptr, abort_ptr, state_ptr, here, polls, W, W_PAD)
-        met = agreed(ready, here, label, W, W_PAD)
-        if met == 0:
+        if agreed(ready, here, label, W, W_PAD) == 0:
             report(state_ptr, status_ptr, ready, here, label, KIND, WAIT_COPIES, W, W_PAD)
-        elif HAS_COUNTS:
-            met = placed_alike(ledger_ptr, counts_ptr, state_ptr, status_ptr, here, KIND, E, W, W_PAD)
-        if met & healthy(state_ptr):
+        if HAS_COUNTS:
+            placed_alike(ledger_ptr, counts_ptr, state_ptr, status_ptr, here, KIND, E, W, W_PAD)
+        if healthy(state_ptr):
             if HAS_COUNTS:
                 for first in tl.range(0, W * E, BLOCK):
                     i = first + tl.arange(0, BLOCK)

@@ -1,0 +1,1 @@
+"""`python -m bench ulysses`: sequence exchanges, beside a collective with its permutations."""
