@@ -35,6 +35,7 @@ from symm_a2a.placement import Placement  # noqa: E402
 from symm_a2a.rebalance import rebalance  # noqa: E402
 from symm_a2a.stats import Stats  # noqa: E402
 from symm_a2a.timeline import Timeline, save_picture, save_trace  # noqa: E402
+from symm_a2a.token_shards import gather_tokens, shard_tokens  # noqa: E402
 from symm_a2a.ulysses import SequenceGroup, head_to_seq, seq_to_head  # noqa: E402
 from symm_a2a.version import __version__  # noqa: E402
 from symm_a2a.virtual import VirtualWorld  # noqa: E402
@@ -75,6 +76,7 @@ __all__ = [
     "align_blocks",
     "baselines",
     "checkpoint_ops",
+    "gather_tokens",
     "group_batches",
     "head_to_seq",
     "rebalance",
@@ -82,6 +84,7 @@ __all__ = [
     "save_picture",
     "save_trace",
     "seq_to_head",
+    "shard_tokens",
     "testing",
     "token_shares",
 ]
