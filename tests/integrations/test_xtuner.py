@@ -53,7 +53,7 @@ class Layer:
     def micro_batches(self, stages, xs, weights_first):
         """The published order of several: all first stages; then each to its experts; then all combines."""
         routed = [self.route(x) for x in xs]
-        pres = [
+        firsts = [
             stages.dispatch_preprocess(
                 hidden_states=x, topk_ids=ids, async_op=True,
                 **({"topk_weights": weights} if weights_first else {}),
@@ -61,7 +61,7 @@ class Layer:
             for x, (weights, ids) in zip(xs, routed, strict=True)
         ]  # fmt: skip
         steps = []
-        for pre, (weights, _) in zip(pres, routed, strict=True):
+        for pre, (weights, _) in zip(firsts, routed, strict=True):
             dispatched = stages.dispatch(pre_dispatched=pre, topk_weights=weights, async_op=True)
             post = stages.dispatch_postprocess(pre_dispatched=pre, dispatched=dispatched, async_op=True)
             so_far = dict(pre_dispatched=pre, dispatched=dispatched, post_dispatched=post)
