@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import weakref
 from collections.abc import Iterator
@@ -216,12 +215,11 @@ def create_arena(
         device = torch.device("cuda", torch.cuda.current_device())
     if group is not None:
         # First of all, so that an error that only some ranks would make reaches every rank.
-        sizes, placement = dataclasses.replace(cfg, placement=None), cfg.placement
+        mark = None if cfg.placement is None else cfg.placement.mark
         require_agreement(
             group,
             "configuration",
-            f"{sizes} backend={backend} device={device.type} link={link} "
-            f"placement={placement and placement.mark}",
+            f"{cfg} placement={mark} backend={backend} device={device.type} link={link}",
         )
     layout = cfg.layout(1 if group is None else dist.get_world_size(group))
     memory = create_memory(layout.nbytes, device, group, backend, cfg.num_lanes, link)

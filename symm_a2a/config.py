@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -67,7 +67,8 @@ class EPConfig:
     overflow: Literal["raise", "drop"] = "raise"
     timeout: float = 60.0
     num_programs: int | None = None
-    placement: Placement | None = None
+    # Shown by its mark, where ranks are compared: it may be long.
+    placement: Placement | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         counts = ("num_experts", "top_k", "hidden_dim", "max_tokens_per_rank", "num_lanes", "pad_multiple")
