@@ -207,7 +207,10 @@ class SymmTokenDispatcher(ArenaShare):
         on = self._lane(lane)
         counts_WE = launch_counts(on, topk_ids_TK, self._ledger.table, self._ledger.card)
         join_counts(on, counts_WE, self._ledger.card)
-        return counts_WE if self.cfg.placement is None else self.cfg.placement.of_experts(counts_WE)
+        placement = self.cfg.placement
+        if placement is None or self._ledger.table is None:
+            return counts_WE
+        return placement.of_experts(counts_WE)
 
     def warmup(self) -> None:
         """Run every operation once in every lane, so that all kernels are compiled.

@@ -89,7 +89,7 @@ def load_of(totals: Sequence[int], world_size: int, placement: Placement | None)
     """
     W, places = world_size, len(totals) - world_size**2
     num_local = places // W
-    slots_P = torch.tensor(totals[:places])
+    slots_P = torch.tensor(totals[:places], device="cpu")
     return Load(
         slots_E=(slots_P if placement is None else placement.of_experts(slots_P)).tolist(),
         rows_W=[sum(totals[w * num_local : (w + 1) * num_local]) for w in range(W)],

@@ -173,7 +173,7 @@ class Placement:
             [[[0, 65536], [-1, 65536]], [[1, 32768], [2, 65536]], [[3, 65536], [-1, 65536]]]
         """
         most = max(map(len, self.ranks_of_expert))
-        table = torch.empty((self.num_experts, most, 2), dtype=torch.int32)
+        table = torch.empty((self.num_experts, most, 2), dtype=torch.int32, device="cpu")
         table[:, :, 0], table[:, :, 1] = NOWHERE, SHARE_UNITS
         for expert, ranks in enumerate(self.ranks_of_expert):
             shares = self._shares_of(expert)

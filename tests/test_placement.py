@@ -226,6 +226,19 @@ def test_layers_of_one_arena_may_place_their_experts_differently():
             )
 
 
+def test_a_dispatcher_may_be_made_under_a_meta_device():
+    placement = Placement(((0, 2), (1, 2)))
+    with VirtualWorld(config(placement), 2, "cpu") as world:
+        with torch.device("meta"):
+            world.dispatchers = [
+                symm_a2a.SymmTokenDispatcher(world.cfg, arena=dispatcher.arena)
+                for dispatcher in world.dispatchers
+            ]
+        check(world, placement, *inputs(placement, (5, 4), 3))
+        with torch.device("meta"):
+            assert sum(world.dispatchers[0].stats().load.slots_E) > 0
+
+
 def test_ranks_that_place_experts_differently_learn_it_and_no_row_is_taken():
     placements = Placement(((0, 1), (2, 3))), Placement(((0, 2), (1, 3)))
     with VirtualWorld(config(placements[0]), 2, "cpu") as world:

@@ -46,11 +46,9 @@ def test_every_place_is_used_and_the_same_loads_give_the_same_placement(problem)
 
 @settings(max_examples=100)
 @given(problems())
-def test_no_rank_gets_more_than_the_mean_and_one_expert(problem):
-    """The bound of a greedy packing, where every rank has room for all."""
+def test_with_every_expert_everywhere_no_rank_gets_more_than_the_mean(problem):
     slots_E, W, _ = problem
     placement = rebalance(slots_E, W, len(slots_E))
-    # Every expert everywhere: the shares can make it even.
     assert max(loads_of(placement, slots_E)) <= sum(slots_E) / W * (1 + 1e-6) + 1e-9
 
 
