@@ -76,7 +76,7 @@ class Arena:
             self.anchor = torch.zeros(1, dtype=torch.float32, device=memory.device, requires_grad=True)
             self.sink = torch.zeros(1, dtype=torch.float32, device=memory.device)
         # Nobody reads the anchor's gradient: dropped at once, it is never added up.
-        self.anchor.register_post_accumulate_grad_hook(_drop_grad)
+        self.anchor.register_post_accumulate_grad_hook(drop_grad)
         self._finalizer = weakref.finalize(self, _leave, self.lanes)
         _log.info(
             "rank %d of %d: %.1f MiB of symmetric memory in %d lanes, backend %s",
@@ -192,7 +192,8 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-def _drop_grad(anchor: torch.Tensor) -> None:
+def drop_grad(anchor: torch.Tensor) -> None:
+    """Forget an anchor's gradient."""
     anchor.grad = None
 
 

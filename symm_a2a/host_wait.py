@@ -12,7 +12,7 @@ from symm_a2a.kernels.channel import EPOCH_SHIFT, Cell, Channel, Kind, Wait
 from symm_a2a.layout import FLAGS
 from symm_a2a.memory import Arrivals, SymmetricMemory
 
-_FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
+FIRST_NAP, LONGEST_NAP = 20e-6, 1e-3
 
 
 class HostWait:
@@ -77,7 +77,7 @@ class HostWait:
         return np.flatnonzero(late_W).tolist()
 
     def _until(self, flag: str, epoch: int, kind: Kind, wait: Wait) -> None:
-        nap, deadline = _FIRST_NAP, time.monotonic() + self._timeout
+        nap, deadline = FIRST_NAP, time.monotonic() + self._timeout
         while True:
             missing = self._missing(flag, epoch, kind, wait)
             if not missing:
@@ -92,7 +92,7 @@ class HostWait:
             if error is not None:
                 raise error
             time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+            nap = min(2 * nap, LONGEST_NAP)
 
 
 def channel_of(index: int, kind: Kind) -> int:

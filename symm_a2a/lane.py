@@ -32,7 +32,7 @@ from symm_a2a.streams import LaneStream
 from symm_a2a.timeline import Recorder
 from symm_a2a.wire import bytes_to_others
 
-_POLLS_PER_SECOND = 1_000_000
+POLLS_PER_SECOND = 1_000_000
 """Looks at a flag per second from a GPU; a wait in a kernel is bounded by their number."""
 
 
@@ -78,7 +78,7 @@ class Lane:
         self.recorder: Recorder | None = None
         self._ledger = Ledger(layout, device)
         mine = memory.arenas[memory.rank]
-        polls = min(int(cfg.timeout * _POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0
+        polls = min(int(cfg.timeout * POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0
         self.channel = Channel(
             rank=memory.rank,
             layout=layout,
@@ -93,7 +93,7 @@ class Lane:
             polls=polls,
             spins=memory.spins,
             programs=cfg.num_programs if self._on_gpu else 1,
-            multiprocessors=_multiprocessors(device),
+            multiprocessors=multiprocessors_of(device),
             blocks=blocks_for(layout, cfg.num_programs),
             counts=HostCounts(),
         )
@@ -340,6 +340,6 @@ class Lane:
             self.channel.counts.blocked += time.perf_counter() - begin
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors_of(device: torch.device) -> int:
     """Return the multiprocessors of a GPU; 1 for the CPU, where programs run one after another."""
     return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from symm_a2a.arena import drop_grad
 from symm_a2a.config import DTYPES
 from symm_a2a.errors import ClosedError, ConfigError, EnvironmentUnsupportedError, InputError
 from symm_a2a.kernels.blocks import padded
@@ -30,10 +31,6 @@ def _leave(lane: SequenceLane) -> None:
     """Tell the peers that this rank will take part no more; runs when nobody closed the group."""
     with contextlib.suppress(Exception):
         lane.abort()
-
-
-def _drop_grad(anchor: torch.Tensor) -> None:
-    anchor.grad = None
 
 
 class SequenceGroup:
@@ -101,7 +98,7 @@ class SequenceGroup:
         with torch.inference_mode(False):
             self.anchor = torch.zeros(1, dtype=torch.float32, device=self.device, requires_grad=True)
         # Nobody reads the anchor's gradient: dropped at once, it is never added up.
-        self.anchor.register_post_accumulate_grad_hook(_drop_grad)
+        self.anchor.register_post_accumulate_grad_hook(drop_grad)
         self.number = table.enter(self)
         if max_bytes is not None and self.world_size > 1:
             self._allocate(max_bytes, "")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from symm_a2a.errors import ClosedError, EnvironmentUnsupportedError, ExchangeError
+from symm_a2a.host_wait import FIRST_NAP, LONGEST_NAP
 from symm_a2a.kernels.channel import EPOCH_SHIFT, Report, state_cells
 from symm_a2a.kernels.ulysses import (
     RESIDENCY,
@@ -20,14 +21,10 @@ from symm_a2a.kernels.ulysses import (
 )
 from symm_a2a.kernels.ulysses_send import send_heads
 from symm_a2a.kernels.ulysses_take import take_heads
+from symm_a2a.lane import POLLS_PER_SECOND, multiprocessors_of
 from symm_a2a.memory import SymmetricMemory, VirtualMemory
 from symm_a2a.readback import beside_the_caller, host_visible
 from symm_a2a.ulysses.diagnosis import Diagnosis
-
-_POLLS_PER_SECOND = 1_000_000
-"""Looks at a flag per second from a GPU; a wait in a kernel is bounded by their number."""
-
-_FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
 
 
 class SequenceLane:
@@ -59,9 +56,9 @@ class SequenceLane:
                 payload=layout.payload.view(mine, 0),
                 state=torch.zeros(state_cells(layout.world_size), dtype=torch.int64),
                 status=host_visible(Report.WORDS + layout.world_size, device),
-                polls=min(int(timeout * _POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0,
+                polls=min(int(timeout * POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0,
                 spins=memory.spins,
-                programs=_multiprocessors(device) * RESIDENCY if self._on_gpu else 1,
+                programs=multiprocessors_of(device) * RESIDENCY if self._on_gpu else 1,
             )
         self._status = self.channel.status.numpy()
         if memory.host_waits:
@@ -162,7 +159,7 @@ class SequenceLane:
     def _wait_for_peers(self) -> None:
         """Sleep until every peer's ready word has reached the epoch launched last."""
         epoch = int(self._state[Cell.EPOCH])
-        nap, deadline = _FIRST_NAP, time.monotonic() + self.timeout
+        nap, deadline = FIRST_NAP, time.monotonic() + self.timeout
         while self._missing(epoch):
             evidence, late = self._diagnosis.evidence(), time.monotonic() > deadline
             # Read again: a peer may have sent its rows, and gone on or ended, since.
@@ -174,11 +171,7 @@ class SequenceLane:
                 self.fail(error)
                 raise error
             time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+            nap = min(2 * nap, LONGEST_NAP)
 
     def _missing(self, epoch: int) -> list[int]:
         return np.flatnonzero(self._ready[epoch & 1] >> EPOCH_SHIFT < epoch).tolist()
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
