@@ -1,12 +1,22 @@
-"""What stands in the README and the docs as code is run as it stands, and what they link to is there."""
+"""What stands in the README and the docs as code is run as it stands, and what they name is there.
+
+`./dev docs` checks the rest: anchors, and that the reference can be made.
+"""
 
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
+import tyro
+
+import symm_a2a
+import symm_a2a.__main__
+from bench.__main__ import COMMANDS
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -59,3 +69,60 @@ def test_the_code_of_every_page_runs(tmp_path, page):
 def test_what_a_page_links_to_exists(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_that_a_page_names_exist(page):
+    for path in re.findall(r"`((?:\w+/)+[\w*]+\.(?:py|sh))`", page.read_text()):
+        assert any(list(folder.glob(path)) for folder in (ROOT, ROOT / "symm_a2a")), path
+
+
+def commands_of(page) -> list[list[str]]:
+    """In blocks and within lines, up to a comment, a backtick or the end of a comment of HTML."""
+    text = page.read_text().replace("\\\n", " ")
+    found = re.findall(r"(\./dev|-m bench|-m symm_a2a)(?![\w.])((?:(?!-->)[^`#\n])*)", text)
+    return [[*start.split()[-1:], *shlex.split(rest)] for start, rest in found]
+
+
+def parse(command):
+    """Read a command line as the program itself would, and run nothing."""
+    match command:
+        case ["./dev", "demo", *arguments]:
+            parse(["bench", "train", "--ranks", "4", *arguments])
+        case ["./dev", "bench", *arguments]:
+            parse(["bench", *arguments])
+        case ["./dev", "kernels", *arguments]:
+            parse(["bench", "kernels", *arguments])
+        case ["./dev", name, *_]:
+            assert re.search(rf"^  {name} ", (ROOT / "dev").read_text(), flags=re.MULTILINE), name
+        case ["bench", name, *arguments]:
+            assert name in COMMANDS
+            options = tyro.cli(import_module(f"bench.{name}.options").Options, args=arguments)
+            if hasattr(options, "check"):
+                options.check()
+        case ["symm_a2a", *arguments]:
+            symm_a2a.__main__._parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_and_their_options_exist(page, capsys):
+    for command in commands_of(page):
+        try:
+            parse(command)
+        except SystemExit:
+            pytest.fail(f"{shlex.join(command)}\n{capsys.readouterr().err}")
+
+
+def test_every_page_is_in_the_navigation():
+    pages = re.findall(r"^ +- .*?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(pages) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
+
+
+def test_every_public_name_is_in_the_reference():
+    """By itself, or with all of its module."""
+    reference = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    shown = re.findall(r"^::: (\S+)$", reference, flags=re.MULTILINE)
+    for name in symm_a2a.__all__:
+        home = getattr(getattr(symm_a2a, name), "__module__", None)
+        assert f"symm_a2a.{name}" in shown or home in shown, name
+    assert len(set(shown)) == len(shown)

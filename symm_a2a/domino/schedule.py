@@ -98,6 +98,9 @@ class Domino:
         is resumed with what its `join` gives; `yield from` goes through layers. What runs between a
         launch and its yield overlaps with the exchange as well.
 
+        Whatever is raised once micro-batches run, the other generators are closed and the peers raise at
+        once; the dispatcher can only be closed then.
+
         Args:
             block: makes the generator; called with a micro-batch, or with its elements if that is a tuple.
             micro_batches: M of them.
@@ -113,9 +116,6 @@ class Domino:
                 `torch.no_grad` open across a yield, or ends with an exchange in flight.
             LaneBusyError: it launches twice before it yields; or a lane was in flight before.
             ExchangeError: a peer did not take part.
-
-            Whatever is raised once micro-batches run, the other generators are closed and the peers raise
-            at once; the dispatcher can only be closed then.
         """
         micro_batches = list(micro_batches)
         if len(micro_batches) != self.num_micro_batches:

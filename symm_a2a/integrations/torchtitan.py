@@ -110,17 +110,15 @@ class SymmEPTokenDispatcher(BaseEPTokenDispatcher):
     # where there is a capacity factor, as it does for HybridEP.
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
-        """Sizes and policies of one layer.
+        """Sizes and policies of one layer; besides those below what torchtitan's HybridEP has.
+
+        `num_experts` and `top_k` are those of the layer, `hidden_dim` is filled in by `use_symm_a2a`,
+        `num_max_tokens_per_rank` by torchtitan, and `pad_multiple` is None for no padding. With a
+        `non_blocking_capacity_factor` of None what arrives is allocated, for one read of the row count by
+        the host; a factor allocates that share of the most rows that could arrive, and the host never
+        waits: CUDA graphs need it. 1.0 never drops a row.
 
         Args:
-            num_experts: E, the experts of all ranks together.
-            top_k: K, the experts that each token is routed to.
-            hidden_dim: D, the elements of a token row; filled in by `use_symm_a2a`.
-            num_max_tokens_per_rank: C, the most tokens of a rank; filled in by torchtitan.
-            non_blocking_capacity_factor: None allocates what arrives, for one read of the row count by
-                the host. A factor allocates that share of the most rows that could arrive, and the host
-                never waits: CUDA graphs need it. 1.0 never drops a row.
-            pad_multiple: rows that each expert's are padded to a multiple of; None for no padding.
             dtype: of the token rows, `training.mixed_precision_param`.
             device: where they live; None for the current CUDA device, or for the CPU where there is none
                 or the group's backend is gloo.
