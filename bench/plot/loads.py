@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -60,10 +61,7 @@ def _draw(axes: Axes, one: Measured, ranks: int, most: float) -> None:
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y", color=PALE, linewidth=0.6, alpha=0.6)
     axes.set_axisbelow(True)
-    lines = (
-        (1.24, one.case["placement"], {"fontsize": 10.5, "fontweight": "bold", "color": INK}),
-        (1.14, f"busiest rank {one.metrics['rows_max_over_mean']:.2f}x the mean", {"color": INK}),
-        (1.05, f"{short(crossed)} copies over links", {"color": GREY}),
-    )
-    for y, text, look in lines:
-        axes.text(0, y, text, transform=axes.transAxes, **({"fontsize": 9} | look))
+    write = partial(axes.text, 0, transform=axes.transAxes)
+    write(1.24, one.case["placement"], fontsize=10.5, fontweight="bold")
+    write(1.14, f"busiest rank {one.metrics['rows_max_over_mean']:.2f}x the mean", fontsize=9)
+    write(1.05, f"{short(crossed)} copies over links", fontsize=9, color=GREY)
