@@ -6,6 +6,7 @@ runtime.choose_runtime()
 
 from symm_a2a import baselines, reference, testing  # noqa: E402
 from symm_a2a.alignment import Alignment, align_blocks  # noqa: E402
+from symm_a2a.checkpointing import checkpoint_ops  # noqa: E402
 from symm_a2a.config import EPConfig  # noqa: E402
 from symm_a2a.dispatcher import SymmTokenDispatcher  # noqa: E402
 from symm_a2a.domino import Domino, Stages, group_batches, token_shares  # noqa: E402
@@ -30,7 +31,6 @@ from symm_a2a.errors import (  # noqa: E402
 from symm_a2a.handle import Handle, PendingCombine, PendingDispatch  # noqa: E402
 from symm_a2a.load import Load  # noqa: E402
 from symm_a2a.memory import Link  # noqa: E402
-from symm_a2a.ops import checkpoint_ops  # noqa: E402
 from symm_a2a.placement import Placement  # noqa: E402
 from symm_a2a.rebalance import rebalance  # noqa: E402
 from symm_a2a.stats import Stats  # noqa: E402

@@ -34,10 +34,12 @@ class EPConfig:
             double buffer.
         capacity: rows a rank can receive. `"exact"` allocates what arrived, for one read
             of the row count by the host; an `int`, a multiple of `pad_multiple`, allocates
-            that many rows and never makes the host wait.
+            that many rows and never makes the host wait. So does a `float`, the capacity factor:
+            that many times `max_tokens_per_rank * top_k`, the mean over ranks that are full,
+            and what padding can add; `capacity_rows` says how many.
         pad_multiple: each expert's rows start at a multiple of this many rows and are
             padded with zero rows to the next one.
-        overflow: what happens to rows past an `int` capacity. They are always dropped,
+        overflow: what happens to rows past a static capacity. They are always dropped,
             the last experts' first; `"raise"` also raises `CapacityError` at the next
             call, `"drop"` only counts them.
         timeout: seconds a rank waits for a peer before it raises `PeerTimeoutError`.
@@ -62,7 +64,7 @@ class EPConfig:
     max_tokens_per_rank: int
     dtype: torch.dtype = torch.bfloat16
     num_lanes: int = 2
-    capacity: int | Literal["exact"] = "exact"
+    capacity: int | float | Literal["exact"] = "exact"
     pad_multiple: int = 1
     overflow: Literal["raise", "drop"] = "raise"
     timeout: float = 60.0
@@ -78,18 +80,9 @@ class EPConfig:
                 raise ConfigError(f"expected {name} to be a positive int, got {value!r}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"expected dtype to be one of {DTYPES}, got {self.dtype!r}")
-        fixed = isinstance(self.capacity, int) and not isinstance(self.capacity, bool) and self.capacity >= 1
-        if self.capacity != "exact" and not fixed:
-            raise ConfigError(f'expected capacity to be "exact" or a positive int, got {self.capacity!r}')
-        for name, limit in (("pad_multiple", MAX_PAD), ("capacity", MAX_INDEX)):
-            value = getattr(self, name)
-            if value != "exact" and value >= limit:
-                raise ConfigError(f"expected {name} < {limit}, got {value}")
-        if self.capacity != "exact" and self.capacity % self.pad_multiple:
-            raise ConfigError(
-                f"expected capacity to be a multiple of pad_multiple = {self.pad_multiple}, so that clamped "
-                f"counts stay multiples, got {self.capacity}"
-            )
+        if self.pad_multiple >= MAX_PAD:
+            raise ConfigError(f"expected pad_multiple < {MAX_PAD}, got {self.pad_multiple}")
+        self._check_capacity(self.capacity)
         if self.overflow not in ("raise", "drop"):
             raise ConfigError(f'expected overflow to be "raise" or "drop", got {self.overflow!r}')
         if self.placement is not None and self.placement.num_experts != self.num_experts:
@@ -101,19 +94,63 @@ class EPConfig:
         if not number or not 0 < self.timeout < math.inf:
             raise ConfigError(f"expected timeout to be a positive number of seconds, got {self.timeout!r}")
 
+    def _check_capacity(self, capacity: object) -> None:
+        if capacity == "exact":
+            return
+        if isinstance(capacity, float) and 0 < capacity < math.inf:
+            return
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ConfigError(
+                'expected capacity to be "exact", a positive int, or a positive float for a capacity '
+                f"factor, got {capacity!r}"
+            )
+        if capacity >= MAX_INDEX:
+            raise ConfigError(f"expected capacity < {MAX_INDEX}, got {capacity}")
+        if capacity % self.pad_multiple:
+            raise ConfigError(
+                f"expected capacity to be a multiple of pad_multiple = {self.pad_multiple}, so that clamped "
+                f"counts stay multiples, got {capacity}"
+            )
+
+    def capacity_rows(self, world_size: int) -> int | Literal["exact"]:
+        """Return the rows that a dispatch gives in a group of `world_size` ranks, or `"exact"`.
+
+        Of a capacity factor that is `ceil(factor * C * K)`, at most the `W * C * K` that can arrive, plus
+        `pad_multiple - 1` for each local expert, up to the next multiple of `pad_multiple`.
+
+        Raises:
+            ConfigError: a factor makes more rows than 32-bit indices can address.
+
+        Example:
+            >>> sizes = dict(num_experts=4, top_k=2, hidden_dim=8, max_tokens_per_rank=10, pad_multiple=8)
+            >>> EPConfig(**sizes, capacity=1.25).capacity_rows(world_size=2)  # 25 rows and 2 * 7 to pad
+            40
+        """
+        if not isinstance(self.capacity, float):
+            return self.capacity
+        placement, pad = self.placement, self.pad_multiple
+        num_local = self.num_experts // world_size if placement is None else placement.num_local_experts
+        mean = self.max_tokens_per_rank * self.top_k
+        rows = min(math.ceil(self.capacity * mean), world_size * mean) + num_local * (pad - 1)
+        rows = -(-rows // pad) * pad
+        if rows >= MAX_INDEX:
+            raise ConfigError(f"expected a capacity factor of fewer than {MAX_INDEX} rows, got {rows}")
+        return rows
+
     def layout(self, world_size: int) -> ArenaLayout:
         """Return the arena's layout for a group of `world_size` ranks.
 
         Raises:
             ConfigError: the experts do not divide among the ranks, the placement is for another number of
-                ranks, or a size exceeds what the device's 32-bit indices can address.
+                ranks, or a size, or the rows of a capacity factor, exceed what the device's 32-bit indices
+                can address.
         """
         placement = self.placement
         if placement is not None and placement.world_size != world_size:
             raise ConfigError(
                 f"expected a placement for {world_size} ranks, got one for {placement.world_size}"
             )
-        return ArenaLayout(
+        layout = ArenaLayout(
             world_size=world_size,
             num_experts=self.num_experts if placement is None else placement.num_places,
             top_k=self.top_k,
@@ -122,6 +159,8 @@ class EPConfig:
             dtype=self.dtype,
             num_lanes=self.num_lanes,
         )
+        self.capacity_rows(world_size)
+        return layout
 
     def symmetric_bytes(self, world_size: int) -> int:
         """Return the symmetric memory one rank will allocate, in bytes, exactly."""

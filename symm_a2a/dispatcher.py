@@ -59,7 +59,8 @@ class SymmTokenDispatcher(ArenaShare):
 
     @property
     def _capacity(self) -> int:
-        return EXACT if self.cfg.capacity == "exact" else self.cfg.capacity
+        rows = self.cfg.capacity_rows(self.world_size)
+        return EXACT if rows == "exact" else rows
 
     def dispatch(
         self,
@@ -86,7 +87,7 @@ class SymmTokenDispatcher(ArenaShare):
             Rows `(R, D)` in (expert, origin rank, origin slot) order, each expert's padded with
             zero rows to `cfg.pad_multiple`; int32 `(L,)`, the rows of each local expert, pads
             included; and the handle for `combine`. R is what arrived with `capacity="exact"`,
-            else `cfg.capacity`, with zeros behind the last expert's rows.
+            else the static capacity, with zeros behind the last expert's rows.
 
         Raises:
             InputError: a wrong shape, dtype or device, or more tokens than the capacity of a

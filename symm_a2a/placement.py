@@ -200,12 +200,11 @@ class Placement:
             >>> Placement(((0, 1), (1, 2))).places(torch.tensor([[1, 0], [1, -1], [2, 1]]), rank=0).tolist()
             [[1, 0], [2, -1], [3, 1]]
         """
-        table = self.table(rank).to(ids_TK.device).long()
-        token_T = torch.arange(ids_TK.shape[0], device=ids_TK.device)
-        number_T = (token_T * STRIDE + rank * SHARE_UNITS // self.world_size) % SHARE_UNITS
-        place, end = table[ids_TK.long().clamp(min=0)].unbind(-1)
-        replica_TK = (number_T[:, None, None] >= end).sum(-1)
-        return torch.where(ids_TK < 0, -1, place.gather(-1, replica_TK[..., None]).squeeze(-1))
+        return look_up(ids_TK, self.table(rank).to(ids_TK.device), self.first_number(rank))
+
+    def first_number(self, rank: int) -> int:
+        """Return the number of a rank's first token, by which its replica is chosen."""
+        return rank * SHARE_UNITS // self.world_size
 
     def of_experts(self, values_P: torch.Tensor) -> torch.Tensor:
         """Return the sums of each expert's replicas, given a value of each place.
@@ -233,3 +232,18 @@ class Placement:
         if self.shares is None:
             return [1.0] * len(self.ranks_of_expert[expert])
         return [self.shares[w][self.experts_of_rank[w].index(expert)] for w in self.ranks_of_expert[expert]]
+
+
+def look_up(ids_TK: torch.Tensor, table: torch.Tensor, first_number: int) -> torch.Tensor:
+    """Return the place of every slot, int64 `(T, K)`; see `Placement.places`.
+
+    Args:
+        ids_TK: integers, in `[-1, E)`.
+        table: of `Placement.table`, on the device of the ids.
+        first_number: of `Placement.first_number`.
+    """
+    token_T = torch.arange(ids_TK.shape[0], device=ids_TK.device)
+    number_T = (token_T * STRIDE + first_number) % SHARE_UNITS
+    place, end = table[ids_TK.long().clamp(min=0)].unbind(-1)
+    replica_TK = (number_T[:, None, None] >= end).sum(-1)
+    return torch.where(ids_TK < 0, -1, place.gather(-1, replica_TK[..., None]).squeeze(-1).long())

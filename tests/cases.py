@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -120,6 +121,25 @@ def use_small_blocks(world: symm_a2a.VirtualWorld) -> None:
 def examples(most: int) -> int:
     """Examples for hypothesis to try: few where each has its kernels compiled."""
     return most if INTERPRETED else min(3, most)
+
+
+@st.composite
+def placements_of(draw: Callable, world_size: int, num_experts: int) -> symm_a2a.Placement:
+    """Any experts on any ranks, at least one place each, in any order, with shares or without."""
+    rng = random.Random(draw(st.integers(0, 2**20)))
+    everyone = range(world_size)
+    ranks = [
+        set(rng.sample(everyone, rng.choice([1, 1, 1, rng.randint(1, world_size)])))
+        for _ in range(num_experts)
+    ]
+    held = [
+        rng.sample(mine, len(mine))
+        for mine in ([e for e in range(num_experts) if w in ranks[e]] for w in everyone)
+    ]
+    shares = None
+    if draw(st.booleans()):
+        shares = tuple(tuple(rng.choice([0.0, 0.5, 1.0, 3.0]) + 1e-3 for _ in mine) for mine in held)
+    return symm_a2a.Placement(tuple(map(tuple, held)), shares, draw(st.booleans()))
 
 
 @st.composite

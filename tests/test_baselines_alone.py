@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from symm_a2a import reference
 from symm_a2a.baselines import AllGatherTokenDispatcher, AllToAllTokenDispatcher, ReplicatedTokenDispatcher
-from symm_a2a.errors import ClosedError, ConfigError, InputError, JoinedTwiceError
+from symm_a2a.errors import ClosedError, ConfigError, ExpertIdError, InputError, JoinedTwiceError
 from symm_a2a.placement import Placement
 from tests.test_baselines import Case, close, config, experts, layer
 
@@ -207,7 +207,16 @@ def test_combine_says_what_it_expected(make, y_RD, message):
         dispatcher.combine(torch.zeros(12, 5).double(), 3)
 
 
-def test_another_placement_is_refused(make):
-    cfg = config(num_experts=2, top_k=1, placement=Placement(((1, 0),)))
-    with pytest.raises(ConfigError, match=r"equal, contiguous parts.*got another placement"):
+def test_ids_out_of_range_are_refused_under_a_placement_too(make):
+    dispatcher = make(config(placement=Placement((tuple(reversed(range(config().num_experts))),))))
+    for wrong in (-2, config().num_experts):
+        ids_TK = GOOD["topk_ids_TK"].clone()
+        ids_TK[1, 0] = wrong
+        with pytest.raises(ExpertIdError, match=f"got {wrong}"):
+            dispatcher.dispatch(**(GOOD | {"topk_ids_TK": ids_TK}))
+
+
+def test_a_placement_for_other_ranks_is_refused(make):
+    cfg = config(num_experts=2, top_k=1, placement=Placement(((1,), (0,))))
+    with pytest.raises(ConfigError, match="placement for 1 ranks, got one for 2"):
         make(cfg)

@@ -3,15 +3,18 @@
 Hypothesis draws some tens of cases at once, for one set of rank processes to run one after another.
 """
 
+import dataclasses
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from symm_a2a import reference
+from symm_a2a import Placement, reference
 from symm_a2a.baselines import AllGatherTokenDispatcher, AllToAllTokenDispatcher, ReplicatedTokenDispatcher
 from symm_a2a.testing import run_ranks
-from tests.cases import Case, apply_experts
+from tests.cases import Case, apply_experts, placements_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TOLERANCE = 1e-12
@@ -43,16 +46,25 @@ def cases_of(draw, world_size):
     )
 
 
+def with_placement(drawn):
+    """Return a strategy of what was drawn with a placement, or None, for a contiguous one."""
+    case, dtype = drawn
+    placements = st.one_of(st.none(), placements_of(case.world_size, case.num_experts))
+    return st.tuples(st.just(case), st.just(dtype), placements)
+
+
 class Sharded:
     """What a rank has of a case, and what is to come of it, where tokens are shared out among the ranks."""
 
-    def __init__(self, case, dtype):
+    def __init__(self, case, dtype, placement):
         self.ids, self.xs, self.scores = case.ids(), case.xs(dtype), case.scores(torch.float64)
-        self.route = (self.ids, case.num_experts, case.pad_multiple)
+        self.held, self.num_places = placement.experts_of_rank, placement.num_local_experts
+        places = [placement.places(ids, rank) for rank, ids in enumerate(self.ids)]
+        self.route = (places, placement.num_places, case.pad_multiple)
         gen = torch.Generator().manual_seed(case.seed + 1)
         D = case.hidden_dim
         every = torch.randn(case.num_experts, D, D, generator=gen, dtype=torch.float64).to(dtype)
-        self.weights = list(every.chunk(case.world_size))
+        self.weights = [every[list(mine)] for mine in self.held]
         self.grads = [torch.randn(x.shape, generator=gen, dtype=torch.float64).to(dtype) for x in self.xs]
 
     def mine(self, rank):
@@ -62,7 +74,7 @@ class Sharded:
     def expected(self, rank):
         """Return rows and counts."""
         rows, counts = reference.dispatch(self.xs, *self.route)
-        return rows[rank], counts[rank]
+        return rows[rank], counts[rank][: len(self.held[rank])]
 
     def differentiated(self, rank):
         """Return the output, and the gradients of x, scores and weights, in fp64."""
@@ -75,7 +87,8 @@ class Sharded:
         return self.pick(rank, outs, xs, scores, weights)
 
     def whole(self, weights):
-        return weights
+        """Return weights of every place, zeros where it holds no expert."""
+        return [F.pad(weight, (0, 0, 0, 0, 0, self.num_places - len(weight))) for weight in weights]
 
     def pick(self, rank, outs, xs, scores, weights):
         return outs[rank], xs[rank].grad, scores[rank].grad, weights[rank].grad
@@ -90,23 +103,23 @@ class Sharded:
 class Replicated(Sharded):
     """The same, where every rank has all tokens: the oracle is a single rank with all the experts."""
 
-    def __init__(self, case, dtype):
-        super().__init__(case, dtype)
+    def __init__(self, case, dtype, placement):
+        super().__init__(case, dtype, placement)
         for name in ("ids", "xs", "scores", "grads"):
             setattr(self, name, [torch.cat(getattr(self, name))])
-        self.route = (self.ids, *self.route[1:])
-        self.world_size = case.world_size
+        alike = dataclasses.replace(placement, prefer_local=False)
+        self.route = ([alike.places(self.ids[0], 0)], *self.route[1:])
 
     def mine(self, rank):
         return super().mine(0)
 
     def expected(self, rank):
-        rows_RD, counts_E = super().expected(0)
-        counts = counts_E.chunk(self.world_size)
-        return rows_RD.split([int(count.sum()) for count in counts])[rank], counts[rank]
+        rows, counts = reference.dispatch(self.xs, *self.route)
+        counts_WL = counts[0].view(len(self.held), -1)
+        return rows[0].split(counts_WL.sum(1).tolist())[rank], counts_WL[rank, : len(self.held[rank])]
 
     def whole(self, weights):
-        return [torch.cat(weights)]
+        return [torch.cat(super().whole(weights))]
 
     def pick(self, rank, outs, xs, scores, weights):
         return outs[0], xs[0].grad, scores[0].grad, weights[rank].grad
@@ -115,12 +128,14 @@ class Replicated(Sharded):
         return super().sums(0, rows_RD)
 
 
-def check(make, case, dtype, rank, group):
-    problem = (Replicated if make is ReplicatedTokenDispatcher else Sharded)(case, dtype)
+def check(make, case, dtype, placement, rank, group):
+    placed = placement or Placement.contiguous(case.num_experts, case.world_size)
+    problem = (Replicated if make is ReplicatedTokenDispatcher else Sharded)(case, dtype, placed)
     x_TD, scores_TK, ids_TK, grad_TD = problem.mine(rank)
     most = sum(case.tokens) if make is ReplicatedTokenDispatcher else max(case.tokens)
-    cfg = case.config(dtype=dtype, max_tokens_per_rank=max(1, most) + case.seed % 3)
+    cfg = case.config(dtype=dtype, max_tokens_per_rank=max(1, most) + case.seed % 3, placement=placement)
     with make(cfg, group, "cpu") as dispatcher:
+        assert dispatcher.num_local_experts == len(placed.experts_of_rank[rank])
         x_TD, scores_TK = x_TD.clone().requires_grad_(), scores_TK.clone().requires_grad_()
         rows_RD, counts_L, handle = dispatcher.dispatch(x_TD, scores_TK, ids_TK)
         expected_RD, expected_L = problem.expected(rank)
@@ -140,25 +155,29 @@ def check(make, case, dtype, rank, group):
         assert out_TD.dtype == dtype
         out_TD.backward(grad_TD)
         if dtype == torch.float64:
-            actual = (out_TD, x_TD.grad, scores_TK.grad, weight_LDD.grad)
+            # A rank may hold no expert.
+            weight_grad = weight_LDD if weight_LDD.grad is None else weight_LDD.grad
+            actual = (out_TD, x_TD.grad, scores_TK.grad, weight_grad)
             for one, expected in zip(actual, problem.differentiated(rank), strict=True):
                 torch.testing.assert_close(one, expected, rtol=0, atol=TOLERANCE)
 
 
 def run_all(rank, group, drawn):
-    for case, dtype in drawn:
+    for case, dtype, placement in drawn:
         for make in ROUNDINGS:
             try:
-                check(make, case, dtype, rank, group)
+                check(make, case, dtype, placement, rank, group)
             except Exception as error:
-                raise AssertionError(f"{make.__name__}, {dtype}, {case}") from error
+                raise AssertionError(f"{make.__name__}, {dtype}, {case}, {placement}") from error
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_rows_sums_and_gradients_are_the_oracles(world_size):
     drawn_at_once = st.lists(
         # Every second in fp64, where gradients are compared.
-        st.tuples(cases_of(world_size), st.sampled_from([*DTYPES, *3 * [torch.float64]])),
+        st.tuples(cases_of(world_size), st.sampled_from([*DTYPES, *3 * [torch.float64]])).flatmap(
+            with_placement
+        ),
         min_size=25,
         max_size=25,
     )

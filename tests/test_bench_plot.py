@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench.a2av.cases import Case
-from bench.a2av.figures import Metric, Result
+from bench.a2av.figures import Metric, Result, loads
 from bench.a2av.records import Setting, to_rows, write_csv
 from bench.plot import command, pictures
 from bench.plot.load import load
@@ -113,6 +113,23 @@ def test_pictures_show_the_figures(tmp_path):
     assert matrices["26 rows"] == ["5", "6", "7", "8"]
 
 
+def placed(placement, rows, copies, routing="zipf"):
+    one = result(replace(CASE, routing=routing, placement=placement), "symm", 9.0, (), copies)
+    return replace(one, metrics=[*one.metrics, *loads(rows)])
+
+
+def test_the_picture_of_placements_shows_rows_and_what_crosses_links(tmp_path):
+    both = [placed("contiguous", [30, 10], [[9, 7], [5, 9]]), placed("best", [20, 20], [[4, 80], [60, 4]])]
+    figure = pictures.placements(load(written(tmp_path / "a.csv", both)))
+    left, right = figure.axes
+    assert texts(left) == ["contiguous", "busiest rank 1.50x the mean", "12 copies over links"]
+    assert texts(right) == ["best", "busiest rank 1.00x the mean", "140 copies over links"]
+    assert [bar.get_height() for bar in left.patches] == [30, 10]
+    assert left.get_ylim() == right.get_ylim()
+    assert pictures.placements(load(written(tmp_path / "b.csv", both[:1]))) is None
+    assert [one.label for one in load(tmp_path / "a.csv").measured] == ["zipf", "zipf, best"]
+
+
 @pytest.mark.parametrize(
     ("rates", "unit", "shown"),
     [((2.0, 1.5), "GB/s", "1.5"), ((0.4, 0.25), "MB/s", "250"), ((9.5e-5, 2e-6), "kB/s", "2")],
@@ -153,10 +170,16 @@ def test_nothing_is_cut_off(tmp_path):
         for routing in ("balanced", "one-rank")
         for n, backend in enumerate(("symm", "all_to_all"), start=2)
     ]
+    names = ("contiguous", "worst", "best", "replicas")
+    many += [
+        placed(name, [10**6 + n] * 16, [[10**5] * 16] * 16, routing) for n, name in enumerate(names)
+        for routing in ("zipf", "uniform")
+    ]  # fmt: skip
+    many = [replace(one, case=replace(one.case, ranks=16)) for one in many]
     for name, results in (("few", RESULTS), ("one", RESULTS[4:6]), ("many", many)):
         run = load(written(tmp_path / f"{name}.csv", results, HOST))
         with matplotlib.rc_context(STYLE):
-            for make in (pictures.latency, pictures.bandwidth, pictures.speedup, pictures.copies):
+            for make in pictures.PICTURES.values():
                 figure = make(run)
                 if figure is not None:
                     box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()

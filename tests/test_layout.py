@@ -63,14 +63,30 @@ def test_the_published_example():
 
 
 @pytest.mark.parametrize(
+    ("capacity", "pad", "rows"),
+    # 3 tokens of two slots; two local experts; at most 4 ranks' rows.
+    [
+        (1.0, 1, 6), (0.5, 1, 3), (0.01, 1, 1), (1.1, 1, 7), (4.0, 1, 24), (9.5, 1, 24),
+        (1.0, 8, 24), (4.0, 5, 35), (32, 8, 32), ("exact", 8, "exact"),
+    ],
+)  # fmt: skip
+def test_a_capacity_factor_is_of_the_mean(capacity, pad, rows):
+    assert config(capacity=capacity, pad_multiple=pad).capacity_rows(4) == rows
+    assert rows == "exact" or rows % pad == 0
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_experts": 0}, "num_experts to be a positive int, got 0"),
         ({"top_k": 2.0}, "top_k to be a positive int, got 2.0"),
         ({"dtype": torch.int8}, "dtype to be one of"),
-        ({"capacity": "most"}, 'capacity to be "exact" or a positive int'),
-        ({"capacity": 0}, 'capacity to be "exact" or a positive int'),
-        ({"capacity": 1.5}, 'capacity to be "exact" or a positive int'),
+        ({"capacity": "most"}, 'capacity to be "exact", a positive int'),
+        ({"capacity": 0}, 'capacity to be "exact", a positive int'),
+        ({"capacity": True}, "a positive float for a capacity factor, got True"),
+        ({"capacity": 0.0}, "a positive float for a capacity factor, got 0.0"),
+        ({"capacity": float("inf")}, "a positive float for a capacity factor, got inf"),
+        ({"capacity": float("nan")}, "a positive float for a capacity factor, got nan"),
         ({"overflow": "ignore"}, "overflow to be"),
         ({"timeout": 0}, "timeout to be a positive number"),
         ({"timeout": float("nan")}, "timeout to be a positive number"),
@@ -90,6 +106,11 @@ def test_a_bad_value_is_named(changes, message):
     ("changes", "world_size", "message"),
     [
         ({}, 3, "got 8 experts for 3 ranks"),
+        (
+            {"num_experts": 40000, "top_k": 1, "capacity": 1.0, "pad_multiple": 65535},
+            1,
+            "capacity factor of fewer than 2147483648 rows, got 26",
+        ),
         ({"max_tokens_per_rank": 1 << 24}, 8, "max_tokens_per_rank < 16777216, got 16777216"),
         ({"max_tokens_per_rank": 1 << 23, "top_k": 32}, 1, "top_k \\* local experts < 2147483648"),
         (

@@ -13,24 +13,15 @@ from symm_a2a import Placement, VirtualWorld, reference
 from symm_a2a.kernels.blocks import SMALL_TOKENS
 from symm_a2a.placement import SHARE_UNITS
 from symm_a2a.testing import run_ranks
-from tests.cases import apply_experts, examples, use_small_blocks
+from tests.cases import apply_experts, examples, placements_of, use_small_blocks
 
 D, K = 5, 3
 
 
 @st.composite
 def placements(draw, max_ranks=4, max_experts=7):
-    """Any experts on any ranks, at least one place each, in any order, with shares or without."""
     W, E = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_experts))
-    rng = random.Random(draw(st.integers(0, 2**20)))
-    ranks = [set(rng.sample(range(W), rng.choice([1, 1, 1, rng.randint(1, W)]))) for _ in range(E)]
-    held = [
-        rng.sample(mine, len(mine)) for mine in ([e for e in range(E) if w in ranks[e]] for w in range(W))
-    ]
-    shares = None
-    if draw(st.booleans()):
-        shares = tuple(tuple(rng.choice([0.0, 0.5, 1.0, 3.0]) + 1e-3 for _ in mine) for mine in held)
-    return Placement(tuple(map(tuple, held)), shares, draw(st.booleans()))
+    return draw(placements_of(W, E))
 
 
 def inputs(placement, tokens, seed, ids_dtype=torch.int64):

@@ -7,9 +7,16 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from symm_a2a import ClosedError, InputError, SequenceGroup, head_to_seq, seq_to_head
+from symm_a2a import (
+    ClosedError,
+    InputError,
+    SequenceGroup,
+    checkpoint_ops,
+    head_to_seq,
+    seq_to_head,
+)
 from symm_a2a.kernels.ulysses import Cell
 from symm_a2a.testing import run_ranks
 from tests.ranks import device_of, wait_as_on_a_gpu
@@ -160,17 +167,26 @@ def recomputes(rank, group):
             return head_to_seq(torch.tanh(seq_to_head(x @ weight, ours)), ours)
 
         grads = []
-        for run in (block, lambda x: checkpoint(block, x, use_reentrant=False)):
+
+        def kept():
+            return create_selective_checkpoint_contexts(checkpoint_ops())
+
+        for run in (
+            block,
+            lambda x: checkpoint(block, x, use_reentrant=False),
+            lambda x: checkpoint(block, x, use_reentrant=False, context_fn=kept),
+        ):
             x = draw(rank, (1, 3, 4, 4)).requires_grad_()
             before = epoch(ours)
             (run(x) ** 2).sum().backward()
             grads.append((x.grad, weight.grad, epoch(ours) - before))
             weight.grad = None
-        (x1, w1, plain), (x2, w2, repeated) = grads
-        # Early stopping leaves out what no saved tensor of the second exchange depends on.
-        assert (plain, repeated) == (4, 6)
-        assert torch.equal(x1, x2)
-        assert torch.equal(w1, w2)
+        (x1, w1, plain), *others = grads
+        # Forward, backward, and what the recompute repeats: both, or with their results saved neither.
+        assert [plain, *(repeated for *_, repeated in others)] == [4, 6, 4]
+        for x2, w2, _ in others:
+            assert torch.equal(x1, x2)
+            assert torch.equal(w1, w2)
 
 
 def differentiates_twice(rank, group):

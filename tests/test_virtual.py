@@ -204,6 +204,24 @@ def test_overflow_is_only_counted_with_drop():
         assert [dispatcher.dropped_rows for dispatcher in world.dispatchers] == [2 * n for n in dropped]
 
 
+@pytest.mark.parametrize("factor", [0.4, 4.0])
+def test_a_capacity_factor_is_a_static_capacity(factor):
+    """Rows as with the int that it stands for; with a factor of W or more none can be dropped."""
+    case = replace(CASE, tokens=(9,) * CASE.world_size, skew="one_rank", masked=0.0, pad_multiple=4)
+    ids, xs, scores = case.ids(), case.xs(torch.float32), case.scores(torch.float32)
+    cfg = case.config(dtype=torch.float32, capacity=factor, overflow="drop")
+    rows = cfg.capacity_rows(case.world_size)
+    expected, counts = reference.dispatch(xs, ids, case.num_experts, 4, rows)
+    with VirtualWorld(cfg, case.world_size, "cpu") as world:
+        got, got_counts, handles = world.dispatch(xs, scores, ids)
+        for rank in range(case.world_size):
+            assert torch.equal(got[rank], expected[rank])
+            assert torch.equal(got_counts[rank], counts[rank])
+        assert any(dispatcher.dropped_rows for dispatcher in world.dispatchers) == (factor < 1)
+        assert sum(dispatcher.stats().host_syncs for dispatcher in world.dispatchers) == 0
+        world.combine(got, handles)
+
+
 def test_a_mistake_leaves_the_world_usable():
     ids, xs, scores = CASE.ids(), CASE.xs(torch.float32), CASE.scores(torch.float32)
     bad_ids = [i.clone() for i in ids]

@@ -103,7 +103,7 @@ class _Base:
         self, problem: Problem, group: dist.ProcessGroup, factory: DispatcherFactory, capacity: int | None
     ) -> None:
         self.problem, self.group, self.capacity = problem, group, capacity
-        config = problem.case.config("exact" if capacity is None else capacity)
+        config = problem.case.config("exact" if capacity is None else capacity, problem.placement)
         config = replace(config, max_tokens_per_rank=len(problem.x_TD))
         self.dispatcher = factory(config, group, device=problem.device)
 
@@ -244,9 +244,10 @@ class AllToAllBackend(_Collectives):
         return self._rows(op, self.problem.slots_WW)
 
     def metadata(self, op: Op) -> int:
-        # int64 of each local expert at the head of a dispatch; a count broadcast has int32 of all.
-        case = self.problem.case
-        sizes: dict[Op, int] = {"dispatch": 8 * case.num_local, "counts": 4 * case.experts}
+        # int64 of each place of a rank at the head of a dispatch; a count broadcast has int32 of all.
+        case, placement = self.problem.case, self.problem.placement
+        places = case.experts // case.ranks if placement is None else placement.num_local_experts
+        sizes: dict[Op, int] = {"dispatch": 8 * places, "counts": 4 * case.experts}
         return sizes.get("dispatch" if op == "forward-backward" else op, 0)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 import symm_a2a
-from bench.a2av.options import Op, Options
+from bench.a2av.options import ROUTED, Op, Options, PlacementName
 from bench.shapes import SHAPES, Shape
 from bench.trace import Trace
 
@@ -44,6 +44,7 @@ class Case:
         dtype: of rows, its name.
         capacity: of symm's dispatcher.
         bytes_per_peer: of an even exchange, what each rank sends to each.
+        placement: which rank has which experts.
     """
 
     op: Op
@@ -57,11 +58,7 @@ class Case:
     dtype: str
     capacity: Literal["exact", "static"] = "exact"
     bytes_per_peer: int | None = None
-
-    @property
-    def num_local(self) -> int:
-        """Experts of a rank."""
-        return self.experts // self.ranks
+    placement: PlacementName = "contiguous"
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -78,9 +75,14 @@ class Case:
         """The case in a few words."""
         if self.bytes_per_peer is not None:
             return f"{self.op} {self.bytes_per_peer} B"
-        return self.op if self.routing == "none" else f"{self.op} {self.shape} {self.routing}"
+        if self.routing == "none":
+            return self.op
+        placed = "" if self.placement == "contiguous" else f" {self.placement}"
+        return f"{self.op} {self.shape} {self.routing}{placed}"
 
-    def config(self, capacity: int | Literal["exact"]) -> symm_a2a.EPConfig:
+    def config(
+        self, capacity: int | Literal["exact"], placement: symm_a2a.Placement | None = None
+    ) -> symm_a2a.EPConfig:
         """Return a dispatcher's configuration."""
         return symm_a2a.EPConfig(
             num_experts=self.experts,
@@ -90,6 +92,7 @@ class Case:
             dtype=self.row_dtype,
             num_lanes=1,
             capacity=capacity,
+            placement=placement,
         )
 
 
@@ -146,7 +149,10 @@ def _routed(op: Op, options: Options, ranks: int, mode: Mode, trace: Trace | Non
                 )
             if case.top_k > case.experts:
                 raise ValueError(f"expected a top-k of at most {case.experts} experts, got {case.top_k}")
-            yield case
+            if "replicas" in options.placement and case.experts == case.experts // ranks:
+                raise ValueError("expected more than one rank for --placement replicas, got 1")
+            placements = options.placement if op in ROUTED else ("contiguous",)
+            yield from (replace(case, placement=placement) for placement in placements)
 
 
 def sizes_of(shape: Shape, options: Options, mode: Mode) -> tuple[Shape, str]:

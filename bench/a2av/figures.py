@@ -83,6 +83,7 @@ def _merge(ranks: list[RankReport], peak: float | None) -> Result:
         seconds = metrics[PERCENTILES.index(50)].value
         assert seconds is not None
         metrics += bandwidths(costs, seconds * 1e-6, peak)
+        metrics += loads([rank.expert_rows for rank in ranks if rank.expert_rows is not None])
     return Result(first.case, first.backend, first.graph, metrics)
 
 
@@ -144,6 +145,20 @@ def bandwidths(costs: list[Cost], seconds: float, peak: float | None) -> list[Me
     if peak is not None:
         metrics += [Metric("link_share", remote / peak, ""), Metric("link_peak", peak / 1e9, "GB/s")]
     return metrics
+
+
+def loads(rows_W: list[int]) -> list[Metric]:
+    """Return the rows of each rank's experts, and those of the busiest over the mean: all wait for it.
+
+    Example:
+        >>> [(metric.name, metric.value) for metric in loads([3, 1])]
+        [('expert_rows[0]', 3), ('expert_rows[1]', 1), ('rows_max_over_mean', 1.5)]
+    """
+    if not sum(rows_W):
+        return []
+    most = max(rows_W) * len(rows_W) / sum(rows_W)
+    each = [Metric(f"expert_rows[{rank}]", rows, "rows") for rank, rows in enumerate(rows_W)]
+    return [*each, Metric("rows_max_over_mean", most, "")]
 
 
 def busiest(bytes_WW: list[list[int]]) -> int:

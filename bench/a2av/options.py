@@ -11,6 +11,7 @@ from bench.shapes import SHAPES
 Op = Literal["dispatch", "combine", "forward-backward", "counts", "flags", "even"]
 BackendName = Literal["symm", "all_to_all", "all_gather", "replicated", "local"]
 RoutingName = Literal["balanced", "uniform", "zipf", "one-hot", "one-rank", "trace"]
+PlacementName = Literal["contiguous", "worst", "best", "replicas"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
 ROUTED: tuple[Op, ...] = ("dispatch", "combine", "forward-backward")
@@ -23,6 +24,9 @@ OPS: dict[BackendName, tuple[Op, ...]] = {
     "local": ROUTED,
 }
 """What each backend does in a way of its own."""
+
+PLACED: tuple[BackendName, ...] = ("symm", "all_to_all", "all_gather")
+"""Backends to which it matters which rank has which expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,11 @@ class Options:
     """How tokens choose experts. balanced: dealt out in turn; uniform: K different ones at random; zipf: the
     same, the n-th most popular expert 1/n as often as the first; one-hot: one slot a token, all of one
     expert; one-rank: experts of rank 0 alone; trace: as in --trace."""
+    placement: tuple[PlacementName, ...] = ("contiguous",)
+    """Which rank has which experts, made of the loads of the very ids that are sent. contiguous: equal parts,
+    in order; worst: the busiest experts on one rank; best: what `symm_a2a.rebalance` proposes; replicas: the
+    same with one more place on each rank, for second copies of the busiest. Any but the first are for
+    dispatch, combine and forward-backward, and for symm, all_to_all and all_gather."""
     shape: tuple[str, ...] = ("olmoe",)
     """Names of `bench/shapes.py`: olmoe, dsv3, qwen3, kraken, small. Without GPUs, tokens and hidden are
     scaled down to 64 and 128."""
@@ -92,7 +101,7 @@ class Options:
         Raises:
             ValueError: says what was expected, and what came.
         """
-        for name in ("op", "backend", "routing", "shape", "sizes"):
+        for name in ("op", "backend", "routing", "placement", "shape", "sizes"):
             if getattr(self, name) == ():
                 raise ValueError(f"expected at least one --{name}, got none")
         for name in self.backend:

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import symm_a2a
 from bench.a2av.cases import Case
+from bench.a2av.placements import place
 from bench.dispatchers import Sharing
 from symm_a2a import reference
 from symm_a2a.reference import RankRows
@@ -42,6 +44,7 @@ class Problem:
         x_TD: the rows of this rank's tokens.
         scores_TK: float32.
         grad_TD: the gradient of what a combine gives.
+        placement: which rank has which experts; None for equal parts, in order.
         rows: which slot each row that arrives here holds.
         copies_WW: int64, distinct (token, destination) pairs from each rank to each, on the CPU.
         slots_WW: int64, unmasked slots from each rank to each, on the CPU.
@@ -57,6 +60,7 @@ class Problem:
     x_TD: Tensor
     scores_TK: Tensor
     grad_TD: Tensor
+    placement: symm_a2a.Placement | None
     rows: RankRows
     copies_WW: Tensor
     slots_WW: Tensor
@@ -92,15 +96,26 @@ def make_problem(case: Case, rank: int, device: torch.device, ids_WTK: Tensor, s
         ids_WTK: of `draw_ids`.
         seed: of the scores.
     """
+    placement = place(case, ids_WTK)
+    places_WTK, num_places = ids_WTK, case.experts
+    if placement is not None:
+        places_WTK = torch.stack([placement.places(ids, origin) for origin, ids in enumerate(ids_WTK)])
+        num_places = placement.num_places
+    rows = reference.route(list(places_WTK), num_places)[rank]
+    if placement is not None:
+        mine = len(placement.experts_of_rank[rank])
+        rows = replace(rows, tokens_per_expert=rows.tokens_per_expert[:mine])
+    rank_WTK = torch.where(places_WTK < 0, -1, places_WTK // (num_places // case.ranks))
     return Problem(
         case=case,
         rank=rank,
         device=device,
         ids_WTK=ids_WTK,
         **_tokens_of([rank], case, device, ids_WTK, seed),
-        rows=reference.route(list(ids_WTK), case.experts)[rank],
-        copies_WW=count(ids_WTK, case, distinct=True),
-        slots_WW=count(ids_WTK, case, distinct=False),
+        placement=placement,
+        rows=rows,
+        copies_WW=count(rank_WTK, distinct=True),
+        slots_WW=count(rank_WTK, distinct=False),
     )
 
 
@@ -161,17 +176,19 @@ def encode(code_N: Tensor, case: Case) -> Tensor:
     return out_ND
 
 
-def count(ids_WTK: Tensor, case: Case, *, distinct: bool) -> Tensor:
+def count(rank_WTK: Tensor, *, distinct: bool) -> Tensor:
     """Return int64 `(W, W)`, slots from each rank to each; or, distinct, copies.
 
+    Args:
+        rank_WTK: int64, the rank that each slot goes to, -1 where it is masked.
+        distinct: count a token once for each rank.
+
     Example:
-        >>> case = Case("dispatch", "", "", ranks=2, tokens=1, hidden=4, experts=4, top_k=2, dtype="float32")
-        >>> ids = torch.tensor([[[0, 1]], [[3, -1]]])
-        >>> count(ids, case, distinct=False).tolist(), count(ids, case, distinct=True).tolist()
+        >>> ranks = torch.tensor([[[0, 0]], [[1, -1]]])
+        >>> count(ranks, distinct=False).tolist(), count(ranks, distinct=True).tolist()
         ([[2, 0], [0, 1]], [[1, 0], [0, 1]])
     """
-    # A masked slot counts for a rank that is not there.
-    rank_WTK = torch.where(ids_WTK < 0, case.ranks, ids_WTK // case.num_local)
-    hits_WTW = torch.zeros(*ids_WTK.shape[:2], case.ranks + 1, dtype=torch.int64)
-    hits_WTW.scatter_add_(2, rank_WTK, torch.ones_like(rank_WTK))
-    return (hits_WTW.clamp_max(1) if distinct else hits_WTW).sum(1)[:, :-1]
+    # The first column counts masked slots.
+    hits_WTW = torch.zeros(*rank_WTK.shape[:2], len(rank_WTK) + 1, dtype=torch.int64)
+    hits_WTW.scatter_add_(2, rank_WTK + 1, torch.ones_like(rank_WTK))
+    return (hits_WTW.clamp_max(1) if distinct else hits_WTW).sum(1)[:, 1:]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bench.a2av.backends import Backend, Cost, open_backend
 from bench.a2av.cases import Case
 from bench.a2av.operations import Operation, make_operation
-from bench.a2av.options import OPS, BackendName, Options
+from bench.a2av.options import OPS, PLACED, ROUTED, BackendName, Options
 from bench.a2av.problem import Problem, make_problem, share_out
 from bench.a2av.routings import draw_ids
 from bench.a2av.timers import Captured, make_timer, measure
@@ -56,6 +56,7 @@ class RankReport:
         faults: what is wrong, of all ranks; then nothing was timed.
         seconds: of each timed run.
         cost: of one run; None where something is wrong.
+        expert_rows: rows that this rank's experts get; None for an operation without experts.
     """
 
     case: Case
@@ -64,6 +65,7 @@ class RankReport:
     faults: list[str]
     seconds: list[float]
     cost: Cost | None
+    expert_rows: int | None = None
 
 
 def measure_rank(rank: int, group: dist.ProcessGroup, work: Work) -> list[RankReport]:
@@ -71,18 +73,23 @@ def measure_rank(rank: int, group: dist.ProcessGroup, work: Work) -> list[RankRe
     on_gpu = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     options, reports = work.options, []
-    steps = sum(case.op in OPS[name] for case in work.cases for name in options.backend)
+    steps = sum(runs(name, case) for case in work.cases for name in options.backend)
     with Progress("a2av", steps, rank == 0, "case") as progress:
         for case in work.cases:
             ids_WTK = draw_ids(case, options.seed, work.trace, options.trace_step, options.trace_layer)
             problem = make_problem(case, rank, device, ids_WTK, options.seed)
             for name in options.backend:
-                if case.op not in OPS[name]:
+                if not runs(name, case):
                     continue
                 shared = share_out(problem, sharing_of(name), options.seed)
                 reports.append(_measure(name, shared, group, work))
                 progress.advance(f"{case.title}, {name}")
     return reports
+
+
+def runs(name: BackendName, case: Case) -> bool:
+    """Return whether a backend has a case: its operation, and a use for its placement."""
+    return case.op in OPS[name] and (case.placement == "contiguous" or name in PLACED)
 
 
 def _measure(name: BackendName, problem: Problem, group: dist.ProcessGroup, work: Work) -> RankReport:
@@ -98,7 +105,8 @@ def _measure(name: BackendName, problem: Problem, group: dist.ProcessGroup, work
     except SymmA2AError as error:
         # Of a dispatcher that could not be made, or failed under way: on every rank then.
         return RankReport(case, name, graph, [f"rank {problem.rank}: {error}"], [], None)
-    return RankReport(case, name, graph, [], seconds, cost)
+    expert_rows = len(problem.rows.origin) if case.op in ROUTED else None
+    return RankReport(case, name, graph, [], seconds, cost, expert_rows)
 
 
 def _check(

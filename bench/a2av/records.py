@@ -13,8 +13,8 @@ from bench.a2av.cases import Mode
 from bench.a2av.figures import Result
 
 CASE_COLUMNS: tuple[str, ...] = (
-    "op", "backend", "shape", "routing", "ranks", "tokens", "hidden", "experts", "top_k", "dtype",
-    "capacity", "bytes_per_peer", "graph",
+    "op", "backend", "shape", "routing", "placement", "ranks", "tokens", "hidden", "experts", "top_k",
+    "dtype", "capacity", "bytes_per_peer", "graph",
 )  # fmt: skip
 COLUMNS: tuple[str, ...] = (
     *CASE_COLUMNS,

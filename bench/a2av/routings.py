@@ -32,9 +32,10 @@ def draw_ids(case: Case, seed: int, trace: Trace | None, step: int = -1, layer: 
         ids[:, :, 0] = 0
         return ids
     if case.routing == "one-rank":
-        mine = min(K, case.num_local)
+        num_local = E // W
+        mine = min(K, num_local)
         ids = torch.full((W, T, K), -1)
-        ids[:, :, :mine] = torch.rand(W, T, case.num_local, generator=generator).topk(mine, dim=-1).indices
+        ids[:, :, :mine] = torch.rand(W, T, num_local, generator=generator).topk(mine, dim=-1).indices
         return ids
     if case.routing == "even":
         return torch.arange(T).div(T // W, rounding_mode="floor").expand(W, T)[:, :, None]

@@ -12,13 +12,16 @@ def format_table(results: list[Result], mode: Mode) -> str:
     """Return a line per case and backend; rates are left out where times mean nothing."""
     time = "p50 (p20 to p80), us" if mode == "gpu" else "interpreted *, ms"
     rates = ["logical GB/s", "remote GB/s", "of link"] if mode == "gpu" else []
-    headers = ["op", "shape", "routing", "backend", time, *rates, "launches", "syncs", "sent", "symm. memory"]
+    placed = any(result.case.placement != "contiguous" for result in results)
+    headers = ["op", "shape", "routing", *(["placement"] if placed else []), "backend", time, *rates]
+    headers += ["launches", "syncs", "sent", *(["busiest rank"] if placed else []), "symm. memory"]
     lines = []
     for result in results:
         case, name = result.case, result.backend + (", graph" if result.graph else "")
         where = [case.shape, case.routing]
         if case.bytes_per_peer is not None:
             where = [f"{_size(case.bytes_per_peer)} to each", ""]
+        where += [case.placement] if placed else []
         head = [case.op, *(text if text != "none" else "" for text in where), name]
         if result.error is not None:
             lines.append([*head, "WRONG, not timed"])
@@ -33,19 +36,23 @@ def format_table(results: list[Result], mode: Mode) -> str:
                 f"{result.value('launches'):.0f}",
                 f"{result.value('host_syncs'):.0f}",
                 _size(sent) if sent else "",
+                *([_load(result)] if placed else []),
                 _size(memory) if memory else "",
             ]
         )
-    align = ["left"] * 4 + ["right"] * (len(headers) - 4)
+    texts = 5 if placed else 4
+    align = ["left"] * texts + ["right"] * (len(headers) - texts)
     return tabulate(lines, headers=headers, disable_numparse=True, colalign=align)
 
 
-def notes(mode: Mode) -> str:
-    """Return what a reader of the table must know."""
+def notes(mode: Mode, placed: bool) -> str:
+    """Return what a reader of the table must know; `placed`, that there are placements to compare."""
     lines = [
         "Times are those of the slowest rank. launches, syncs (waits of the host) and sent (bytes to other",
         "ranks, in one run) are of the rank with most of each.",
     ]
+    if placed:
+        lines.append("busiest rank: rows of its experts over the mean of all ranks, which wait for it.")
     if mode == "gpu":
         lines.append(
             "Rates are of the busiest rank: logical ones of all its rows, remote of what crossed a link."
@@ -73,6 +80,11 @@ def _rates(result: Result) -> list[str]:
         *("" if rate is None else f"{rate:.1f}" for rate in rates),
         "" if share is None else f"{share:.0%}",
     ]
+
+
+def _load(result: Result) -> str:
+    most = result.value("rows_max_over_mean")
+    return "" if most is None else f"{most:.2f}x"
 
 
 def _size(count: float) -> str:

@@ -151,7 +151,9 @@ def _label(case: dict[str, str], many_shapes: bool) -> str:
         return size(float(case["bytes_per_peer"]))
     if case["routing"] == "none":
         return "barrier"
-    return f"{case['shape']}, {case['routing']}" if many_shapes else case["routing"]
+    words = [case["shape"]] if many_shapes else []
+    words += [case["routing"], case["placement"]]
+    return ", ".join(word for word in words if word != "contiguous")
 
 
 def size(count: float) -> str:

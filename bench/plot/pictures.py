@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from bench.plot.load import Measured, Run, size
+from bench.plot.loads import placements
 from bench.plot.matrix import copies
 from bench.plot.panels import LINE, LOOKS, label_lines, log_axis, panels, write_beside
 from bench.style import BLUE, GREY, INK, PALE, STYLE
@@ -170,6 +171,7 @@ PICTURES: dict[str, Callable[[Run], Figure | None]] = {
     "bandwidth": bandwidth,
     "speedup": speedup,
     "copies": copies,
+    "placements": placements,
 }
 """By name; none where a run has no figures for one."""
 

@@ -36,7 +36,7 @@ from symm_a2a.baselines.base import BaselineDispatcher, sort_by_expert
 from symm_a2a.baselines.own_experts import OwnSlots, find_slots
 
 ABSENT = -2
-"""The id of slots of tokens that a rank does not have."""
+"""The place of slots of tokens that a rank does not have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,17 +84,16 @@ class AllGatherTokenDispatcher(BaselineDispatcher[AllGatherHandle]):
     handle_type = AllGatherHandle
 
     def _dispatch(
-        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor
+        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, places_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, AllGatherHandle]:
-        cfg, L, K, ranks = self.cfg, self.num_local_experts, self.cfg.top_k, self.world_size
-        wrong_TK = (ids_TK < -1) | (ids_TK >= cfg.num_experts)
-        if wrong_TK.any().item():
-            raise self._wrong_id(int(ids_TK[wrong_TK][0]))
+        cfg, L, K, ranks = self.cfg, self._places_of_rank, self.cfg.top_k, self.world_size
+        if self._table is None:
+            self._require_experts(places_TK)
 
-        ids_WCK, scores_WCK = self._gather_routing(scores_TK.detach(), ids_TK)
-        _, slot_N, start = sort_by_expert(ids_WCK.flatten(), cfg.num_experts)
+        places_WCK, scores_WCK = self._gather_routing(scores_TK.detach(), places_TK)
+        _, slot_N, start = sort_by_expert(places_WCK.flatten(), self._num_places)
         mine = start[1 + self.rank * L : 2 + (self.rank + 1) * L]
-        tokens_W = (ids_WCK[:, :, 0] != ABSENT).sum(1)
+        tokens_W = (places_WCK[:, :, 0] != ABSENT).sum(1)
         numbers = torch.cat([tokens_W, mine]).tolist()
         longest, mine_host = max(numbers[:ranks]), numbers[ranks:]
 
@@ -109,16 +108,16 @@ class AllGatherTokenDispatcher(BaselineDispatcher[AllGatherHandle]):
         return slots.take_rows(x_ND), counts_L, handle
 
     def _gather_routing(
-        self, scores_TK: torch.Tensor, ids_TK: torch.Tensor
+        self, scores_TK: torch.Tensor, places_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return int64 and floating `(W, C, K)`, ids and scores of all ranks, in one message."""
-        fill = (0, 0, 0, self.cfg.max_tokens_per_rank - len(ids_TK))
+        """Return int64 and floating `(W, C, K)`, places and scores of all ranks, in one message."""
+        fill = (0, 0, 0, self.cfg.max_tokens_per_rank - len(places_TK))
         scores_CK = F.pad(scores_TK.to(self._score_dtype), fill)
         bits = torch.int32 if self._score_dtype == torch.float32 else torch.int64
-        ids_CK = F.pad(ids_TK, fill, value=ABSENT).to(bits)
-        message = all_gather(torch.stack([ids_CK, scores_CK.view(bits)]), self.group)
-        ids_WCK, scores_WCK = message.view(self.world_size, 2, *ids_CK.shape).unbind(1)
-        return ids_WCK.long(), scores_WCK.view(self._score_dtype)
+        places_CK = F.pad(places_TK, fill, value=ABSENT).to(bits)
+        message = all_gather(torch.stack([places_CK, scores_CK.view(bits)]), self.group)
+        places_WCK, scores_WCK = message.view(self.world_size, 2, *places_CK.shape).unbind(1)
+        return places_WCK.long(), scores_WCK.view(self._score_dtype)
 
     def _combine(self, y_RD: torch.Tensor, handle: AllGatherHandle) -> torch.Tensor:
         sums_ND = handle.slots.sum_rows(y_RD, handle.scores)

@@ -75,10 +75,10 @@ class AllToAllTokenDispatcher(BaselineDispatcher[AllToAllHandle]):
     handle_type = AllToAllHandle
 
     def _dispatch(
-        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor
+        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, places_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, AllToAllHandle]:
-        num_local, ranks = self.num_local_experts, self.world_size
-        ids_N, slot_N, start = sort_by_expert(ids_TK.reshape(-1), self.cfg.num_experts)
+        num_local, ranks = self._places_of_rank, self.world_size
+        ids_N, slot_N, start = sort_by_expert(places_TK.reshape(-1), self._num_places)
         start_host = start.tolist()
         self._require_in_range(ids_N, start_host)
         sent = [

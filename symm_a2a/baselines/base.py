@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from symm_a2a.config import EPConfig
 from symm_a2a.errors import ClosedError, ConfigError, ExpertIdError, InputError, JoinedTwiceError
+from symm_a2a.placement import Placement, look_up
 from symm_a2a.validation import check_combine, check_dispatch
 
 Result = TypeVar("Result")
@@ -63,14 +64,16 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
     not communicate.
 
     Args:
-        cfg: sizes and dtype, equal on every rank; `capacity` must be `"exact"`.
+        cfg: sizes and dtype, equal on every rank; `capacity` must be `"exact"`. With a placement that is not
+            contiguous the host waits once more in a dispatch, for whether the ids are in range.
         group: of the ranks that share the experts; None is the world, or where `torch.distributed` is
             not initialised, this process alone.
         device: where the rows live; None is the current CUDA device if the group's backend has NCCL
             (without a group: if there is one), and otherwise the CPU.
 
     Raises:
-        ConfigError: a static capacity; or experts that do not divide among the ranks.
+        ConfigError: a static capacity; experts that do not divide among the ranks; or a placement for another
+            number of ranks.
     """
 
     handle_type: type[HandleT]
@@ -86,11 +89,6 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
             raise ConfigError(
                 f'expected capacity="exact", the only one {type(self).__name__} has, got {cfg.capacity!r}'
             )
-        if cfg.placement is not None and not cfg.placement.is_contiguous:
-            raise ConfigError(
-                f"expected experts in equal, contiguous parts, as {type(self).__name__} has them, got "
-                "another placement"
-            )
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         self.cfg = cfg
@@ -99,10 +97,15 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
             (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         )
         layout = cfg.layout(self.world_size)
-        self.num_local_experts = layout.num_local_experts
+        self._num_places, self._places_of_rank = layout.num_experts, layout.num_local_experts
+        placement = cfg.placement
+        self.num_local_experts = (
+            self._places_of_rank if placement is None else len(placement.experts_of_rank[self.rank])
+        )
         self.device = _resolve_device(group, device)
         self._score_dtype = layout.score_dtype
         self._closed = False
+        self._table, self._first_number = self._read(placement)
         # Explicit dtype and device, and no inference mode: trainers build models under any of these.
         with torch.inference_mode(False):
             self._anchor = torch.zeros(1, dtype=torch.float32, device=self.device, requires_grad=True)
@@ -139,7 +142,9 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
         del lane
         self._check_open()
         check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
-        return self._dispatch(x_TD, scores_TK, self._route_ids(topk_ids_TK))
+        rows_RD, counts_L, handle = self._dispatch(x_TD, scores_TK, self._places(topk_ids_TK.long()))
+        # Places that hold no expert have no rows.
+        return rows_RD, counts_L[: self.num_local_experts], handle
 
     def combine(self, y_RD: torch.Tensor, handle: HandleT, x_TD: torch.Tensor | None = None) -> torch.Tensor:
         """Bring the experts' rows back; add up each token's, weighted by its scores.
@@ -165,21 +170,39 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
 
     @abstractmethod
     def _dispatch(
-        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor
+        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, places_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, HandleT]:
-        """Do what `dispatch` says, with checked arguments but for the range of `ids_TK`, int64."""
+        """Do what `dispatch` says, with checked arguments but for the range of `places_TK`, int64.
+
+        Rank `w` has the places `w * L` to `(w + 1) * L - 1`; of each of its L it gives a count.
+        """
 
     @abstractmethod
     def _combine(self, y_RD: torch.Tensor, handle: HandleT) -> torch.Tensor:
         """Do what `combine` says, with checked arguments."""
 
-    def _route_ids(self, topk_ids_TK: torch.Tensor) -> torch.Tensor:
-        """Return int64 `(T, K)`, the place that each slot goes to: rank `p // L`, its expert `p % L`.
+    def _read(self, placement: Placement | None) -> tuple[torch.Tensor | None, int]:
+        """Return how to find places, for `look_up`; no table where ids are places."""
+        if placement is None or placement.is_contiguous:
+            return None, 0
+        return placement.table(self.rank).to(self.device), placement.first_number(self.rank)
 
-        A masked slot stays -1, and an id that is out of range stays so: it is refused later, by those who
-        read the ids on the host anyway.
+    def _places(self, ids_TK: torch.Tensor) -> torch.Tensor:
+        """Return int64 `(T, K)`, the place that each slot goes to.
+
+        Where ids are places they stay as they are, also out of range: whoever reads them on the host refuses
+        them.
         """
-        return topk_ids_TK.long()
+        if self._table is None:
+            return ids_TK
+        self._require_experts(ids_TK)
+        return look_up(ids_TK, self._table, self._first_number)
+
+    def _require_experts(self, ids_TK: torch.Tensor) -> None:
+        """Raise unless all ids are in range; the host waits."""
+        wrong_TK = (ids_TK < -1) | (ids_TK >= self.cfg.num_experts)
+        if wrong_TK.any().item():
+            raise self._wrong_id(int(ids_TK[wrong_TK][0]))
 
     def _wrong_id(self, wrong: int) -> ExpertIdError:
         return ExpertIdError(f"expected topk_ids_TK in [-1, {self.cfg.num_experts}), got {wrong}")
@@ -241,7 +264,7 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
         cfg = self.cfg
         num_tokens = min(cfg.max_tokens_per_rank, -(-self.world_size // cfg.top_k))
         slots = torch.arange(num_tokens * cfg.top_k, dtype=torch.int64, device=self.device)
-        ids_TK = (slots * self.num_local_experts % cfg.num_experts).view(num_tokens, cfg.top_k)
+        ids_TK = (slots * self._places_of_rank % cfg.num_experts).view(num_tokens, cfg.top_k)
         options: dict[str, Any] = {"device": self.device, "requires_grad": True}
         with torch.inference_mode(False), torch.enable_grad():
             x_TD = torch.zeros(num_tokens, cfg.hidden_dim, dtype=cfg.dtype, **options)

@@ -20,7 +20,7 @@ counts, which say whether the ids are in range too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from symm_a2a.baselines.all_gather import all_gather
 from symm_a2a.baselines.base import BaselineDispatcher, sort_by_expert
 from symm_a2a.baselines.own_experts import OwnSlots, find_slots
 from symm_a2a.errors import InputError
+from symm_a2a.placement import Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,8 @@ class ReplicatedTokenDispatcher(BaselineDispatcher[ReplicatedHandle]):
     See `BaselineDispatcher`, and above for the gradients. T counts the tokens of all, and so does
     `cfg.max_tokens_per_rank`; the origin of every row is the group. In a combine each rank adds up its
     experts' rows in fp32 (fp64 for fp64 rows) and rounds to `cfg.dtype`; the ranks' parts are added up by the
-    collective, in that dtype.
+    collective, in that dtype. Of a placement's replicas all ranks choose the one that a token of rank 0 would
+    go to, by the shares, whatever `prefer_local` says.
 
     Example:
         >>> from symm_a2a.config import EPConfig
@@ -75,6 +77,12 @@ class ReplicatedTokenDispatcher(BaselineDispatcher[ReplicatedHandle]):
     """
 
     handle_type = ReplicatedHandle
+
+    def _read(self, placement: Placement | None) -> tuple[torch.Tensor | None, int]:
+        if placement is None or placement.is_contiguous:
+            return None, 0
+        # All ranks choose the same replica of a slot's expert. A token is on all of them, and near to none.
+        return replace(placement, prefer_local=False).table(0).to(self.device), placement.first_number(0)
 
     def check_replicated(
         self, x_TD: torch.Tensor, scores_TK: torch.Tensor, topk_ids_TK: torch.Tensor
@@ -108,10 +116,10 @@ class ReplicatedTokenDispatcher(BaselineDispatcher[ReplicatedHandle]):
                 )
 
     def _dispatch(
-        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor
+        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, places_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, ReplicatedHandle]:
-        cfg, L = self.cfg, self.num_local_experts
-        ids_N, slot_N, start = sort_by_expert(ids_TK.reshape(-1), cfg.num_experts)
+        cfg, L = self.cfg, self._places_of_rank
+        ids_N, slot_N, start = sort_by_expert(places_TK.reshape(-1), self._num_places)
         start_host = start.tolist()
         self._require_in_range(ids_N, start_host)
         mine = slice(1 + self.rank * L, 2 + (self.rank + 1) * L)

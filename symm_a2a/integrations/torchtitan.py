@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from symm_a2a.checkpointing import checkpoint_ops
 from symm_a2a.config import EPConfig
 from symm_a2a.dispatcher import SymmTokenDispatcher
 from symm_a2a.errors import ClosedError, ConfigError, EnvironmentUnsupportedError, InputError
 from symm_a2a.handle import Handle
 from symm_a2a.layout import ArenaLayout
-from symm_a2a.ops import checkpoint_ops
 
 try:
     from torchtitan.config import TORCH_DTYPE_MAP, derive, override

@@ -177,7 +177,7 @@ def register(
     name: str = "symm_a2a",
     *,
     max_tokens_per_rank: int,
-    capacity: int | Literal["exact"] = "exact",
+    capacity: int | float | Literal["exact"] = "exact",
     pad_multiple: int = 1,
     overflow: Literal["raise", "drop"] = "raise",
     timeout: float = 60.0,
@@ -189,9 +189,9 @@ def register(
         name: of the implementation; a name that is taken is taken over, for models built from now on.
         max_tokens_per_rank: the most tokens that a rank passes to a layer at once: batch size * sequence
             length, a prompt whole, divided by the ranks of a tensor-parallel group.
-        capacity: as for `EPConfig`, and so are the others. An int for CUDA graphs and `torch.compile`.
+        capacity: as for `EPConfig`, and so are the others. A static one for CUDA graphs and `torch.compile`.
         pad_multiple: rows that each expert's are padded to a multiple of.
-        overflow: what happens to rows past an int capacity.
+        overflow: what happens to rows past a static capacity.
         timeout: seconds that a rank waits for a peer.
         num_programs: the most programs that a kernel may have on a GPU.
 
