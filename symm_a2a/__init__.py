@@ -28,7 +28,7 @@ from symm_a2a.errors import (  # noqa: E402
     ScheduleError,
     SymmA2AError,
 )
-from symm_a2a.handle import Handle, PendingCombine, PendingDispatch  # noqa: E402
+from symm_a2a.handle import Handle, PendingAgain, PendingCombine, PendingDispatch  # noqa: E402
 from symm_a2a.load import Load  # noqa: E402
 from symm_a2a.memory import Link  # noqa: E402
 from symm_a2a.placement import Placement  # noqa: E402
@@ -60,6 +60,7 @@ __all__ = [
     "Load",
     "PeerLostError",
     "PeerTimeoutError",
+    "PendingAgain",
     "PendingCombine",
     "PendingDispatch",
     "Placement",

@@ -14,13 +14,14 @@ def checkpoint_ops() -> list[OpOverload]:
     """Return the operators whose results selective activation checkpointing must save.
 
     With their results saved, a recompute repeats no exchange. The list may be given as it is to
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. It covers `dispatch` and `combine`,
-    `seq_to_head` and `head_to_seq`; a recompute repeats `dispatch_async` and `combine_async`.
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. It covers `dispatch`,
+    `dispatch_again` and `combine`, `seq_to_head` and `head_to_seq`; asynchronous forms are repeated.
 
     Example:
         >>> sorted(str(op) for op in checkpoint_ops())
-        ['symm_a2a.combine.default', 'symm_a2a.dispatch.default', 'symm_a2a.head_to_seq.default',
-         'symm_a2a.seq_to_head.default']
+        ['symm_a2a.combine.default', 'symm_a2a.dispatch.default', 'symm_a2a.dispatch_again.default',
+         'symm_a2a.head_to_seq.default', 'symm_a2a.seq_to_head.default']
     """
     ops = torch.ops.symm_a2a
-    return [ops.dispatch.default, ops.combine.default, ops.seq_to_head.default, ops.head_to_seq.default]
+    of_tokens = [ops.dispatch.default, ops.dispatch_again.default, ops.combine.default]
+    return [*of_tokens, ops.seq_to_head.default, ops.head_to_seq.default]

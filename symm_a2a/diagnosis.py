@@ -76,7 +76,7 @@ class Diagnosis:
         """Return why a missing peer will never take part; None if it may only be late."""
         for peer in missing:
             if peer in evidence.astray:
-                return self._mismatch(kind, epoch, peer, evidence.astray[peer], scatters=not kind.scatters)
+                return self._mismatch(kind, epoch, peer, evidence.astray[peer])
         for peers, how in (
             (evidence.gave_up, "gave up before it took part; its own error says why"),
             (evidence.ended, "ended before it took part"),
@@ -124,14 +124,12 @@ class Diagnosis:
             return ExchangeError(self._story(late, kind, wait, epoch, "has not launched it yet"))
         labels = (words >> LABEL_SHIFT) & LABEL_MASK
         peer = int(np.flatnonzero((labels != label) | (words >> EPOCH_SHIFT != epoch))[0])
-        return self._mismatch(kind, epoch, peer, int(words[peer]), scatters=kind.scatters)
+        return self._mismatch(kind, epoch, peer, int(words[peer]))
 
-    def _mismatch(
-        self, kind: Kind, epoch: int, peer: int, word: int, *, scatters: bool
-    ) -> ExchangeMismatchError:
-        """Return the error for a peer's word of a scatter, or of a gather, that names something else."""
+    def _mismatch(self, kind: Kind, epoch: int, peer: int, word: int) -> ExchangeMismatchError:
+        """Return the error for a peer's word that names something else."""
         label = (word >> LABEL_SHIFT) & LABEL_MASK
-        theirs, dispatch = Kind.of_label(label, scatters=scatters), label >> 2
+        theirs, dispatch = Kind(label & 7), label >> 3
         return ExchangeMismatchError(
             f"expected every rank to run {kind.title} in lane {self._index}, epoch {epoch}, "
             f"got {theirs.title} (of dispatch {dispatch}, modulo 16) from peer {peer} "

@@ -9,10 +9,17 @@ from symm_a2a import ops
 from symm_a2a.arena_share import ArenaShare
 from symm_a2a.errors import EnvironmentUnsupportedError, InputError
 from symm_a2a.exchange import EXACT, Routing, join_barrier, join_counts, launch_barrier, launch_counts
-from symm_a2a.handle import Handle, PendingCombine, PendingDispatch
+from symm_a2a.handle import Handle, PendingAgain, PendingCombine, PendingDispatch
 from symm_a2a.kernels.channel import Kind
-from symm_a2a.ops.split import CombineState, DispatchState, start_combine, start_dispatch
-from symm_a2a.validation import check_combine, check_dispatch, check_ids
+from symm_a2a.ops.split import (
+    AgainState,
+    CombineState,
+    DispatchState,
+    start_again,
+    start_combine,
+    start_dispatch,
+)
+from symm_a2a.validation import check_again, check_combine, check_dispatch, check_ids
 from symm_a2a.warmup import run_everything
 
 
@@ -138,6 +145,31 @@ class SymmTokenDispatcher(ArenaShare):
             self.arena.sink.copy_(token)
         return out_TD
 
+    def dispatch_again(self, x_TD: Tensor, handle: Handle) -> Tensor:
+        """Send other rows of the same tokens where a dispatch sent the first ones.
+
+        Needs no ids and no scores, sends no counts and no headers, and the host waits for nothing, whatever
+        the capacity. `combine` takes what the experts make of these rows with the same handle. Its backward
+        is a part of the dispatch's: gradients of both are asked for at once.
+
+        Args:
+            x_TD: as many rows as were dispatched, of `cfg.dtype`.
+            handle: of the dispatch; the exchange runs in its lane.
+
+        Returns:
+            `(R, D)`: each slot's row in the place where the dispatch put it, zeros where that had zeros;
+            differentiable.
+
+        Raises:
+            InputError: a wrong shape, dtype, device, or a handle of another arena.
+            LaneBusyError, ExchangeError, ClosedError: as for `dispatch`.
+        """
+        self._require_open()
+        self._check_again(x_TD, handle)
+        return ops.dispatch_again(
+            x_TD, *handle.routing, handle.token, handle.lane, handle.num_rows, handle.pad_multiple
+        )[0]
+
     def dispatch_async(
         self,
         x_TD: Tensor,
@@ -176,6 +208,20 @@ class SymmTokenDispatcher(ArenaShare):
         state = CombineState(self._lane_of(handle), self.arena.anchor.detach(), handle.pad_multiple)
         flying = start_combine(state, y_RD, handle.routing, handle.token)
         return PendingCombine(state, flying)
+
+    def dispatch_again_async(self, x_TD: Tensor, handle: Handle) -> PendingAgain:
+        """Launch a second dispatch; `join` on the result gives what `dispatch_again` returns.
+
+        Arguments and errors are those of `dispatch_again`; eager mode only.
+        """
+        self._require_open()
+        self._check_again(x_TD, handle)
+        _require_eager("dispatch_again_async")
+        state = AgainState(
+            self._lane_of(handle), self.arena.anchor.detach(), handle.routing, handle.num_rows,
+            handle.pad_multiple,
+        )  # fmt: skip
+        return PendingAgain(state, start_again(state, x_TD, handle.token))
 
     def barrier(self, *, lane: int | None = None) -> None:
         """Wait until every rank has called this; on a GPU, the device waits. One launch there.
@@ -237,14 +283,27 @@ class SymmTokenDispatcher(ArenaShare):
         self._check_combine(y_RD, handle)
         self._lane_of(handle).require_idle(Kind.COMBINE)
 
+    def require_dispatchable_again(self, x_TD: Tensor, handle: Handle) -> None:
+        """Raise what a second dispatch of these arguments would, and launch nothing."""
+        self._require_open()
+        self._check_again(x_TD, handle)
+        self._lane_of(handle).require_idle(Kind.DISPATCH_AGAIN)
+
+    def _check_again(self, x_TD: Tensor, handle: Handle) -> None:
+        self._check_handle(handle)
+        check_again(self.cfg, self.device, x_TD, handle.num_tokens)
+
     def _check_combine(self, y_RD: Tensor, handle: Handle) -> None:
+        self._check_handle(handle)
+        check_combine(self.cfg, self.device, y_RD, handle.num_rows)
+
+    def _check_handle(self, handle: Handle) -> None:
         if not isinstance(handle, Handle):
             raise InputError(f"expected the handle of a dispatch, got {type(handle).__name__}")
         if handle.lane not in self._lanes:
             raise InputError(
                 "expected a handle of this arena, got one of a dispatcher that has another arena"
             )
-        check_combine(self.cfg, self.device, y_RD, handle.num_rows)
 
 
 def _require_eager(name: str) -> None:

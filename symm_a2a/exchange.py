@@ -22,6 +22,7 @@ from symm_a2a.kernels.blocks import SMALL_TOKENS
 from symm_a2a.kernels.channel import Kind
 from symm_a2a.kernels.count import count, new_sums
 from symm_a2a.kernels.expand import expand
+from symm_a2a.kernels.expand_again import expand_again
 from symm_a2a.kernels.expand_grad import expand_grad
 from symm_a2a.kernels.finish import finish
 from symm_a2a.kernels.gather import gather
@@ -236,6 +237,60 @@ def join_dispatch_backward(
             routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally, grad_scores_TK,
         )  # fmt: skip
     return grad_x_TD, grad_scores_TK, token
+
+
+def launch_dispatch_again(
+    lane: Lane, x_TD: torch.Tensor, routing: Routing, *, beside: bool = False
+) -> torch.Tensor:
+    """Send every token's row where a dispatch sent another one; return the rows sent."""
+    x_TD = x_TD.contiguous()
+    with lane.launch(Kind.DISPATCH_AGAIN, x_TD, *routing, beside=beside):
+        scatter(
+            lane.channel, Kind.DISPATCH_AGAIN, x_TD,
+            routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
+        )  # fmt: skip
+    return x_TD
+
+
+def join_dispatch_again(
+    lane: Lane, x_TD: torch.Tensor, routing: Routing, num_rows: int, pad_multiple: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take the rows that a second dispatch brought here, in the places of the first; return a token too."""
+    rows_RD, token = x_TD.new_empty((num_rows, lane.layout.hidden_dim)), _token(x_TD)
+    with lane.join(Kind.DISPATCH_AGAIN):
+        lane.arrive(Kind.DISPATCH_AGAIN)
+        expand_again(
+            lane.channel, rows_RD, routing.row_of_copy, routing.tally, token, pad_multiple=pad_multiple
+        )
+    return rows_RD, token
+
+
+def launch_dispatch_again_backward(
+    lane: Lane, grad_rows_RD: torch.Tensor, routing: Routing, *, beside: bool = False
+) -> torch.Tensor:
+    """Send back each copy's summed row gradients; return the rows sent."""
+    grad_rows_RD = grad_rows_RD.contiguous()
+    with lane.launch(Kind.DISPATCH_AGAIN_BACKWARD, grad_rows_RD, *routing, beside=beside):
+        gather(
+            lane.channel, Kind.DISPATCH_AGAIN_BACKWARD, grad_rows_RD,
+            routing.row_of_copy, None, routing.tally,
+        )  # fmt: skip
+    return grad_rows_RD
+
+
+def join_dispatch_again_backward(
+    lane: Lane, grad_rows_RD: torch.Tensor, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the tokens `(T, D)`, and a token."""
+    T = routing.copy_of_peer_TW.shape[0]
+    grad_x_TD, token = grad_rows_RD.new_empty((T, lane.layout.hidden_dim)), _token(grad_rows_RD)
+    with lane.join(Kind.DISPATCH_AGAIN_BACKWARD):
+        lane.arrive(Kind.DISPATCH_AGAIN_BACKWARD)
+        finish(
+            lane.channel, Kind.DISPATCH_AGAIN_BACKWARD, grad_x_TD, token,
+            routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
+        )  # fmt: skip
+    return grad_x_TD, token
 
 
 def launch_barrier(lane: Lane) -> None:

@@ -8,13 +8,21 @@ from torch import Tensor
 
 from symm_a2a.errors import JoinedTwiceError
 from symm_a2a.exchange import Routing
-from symm_a2a.ops.split import CombineState, DispatchState, finish_combine, finish_dispatch
+from symm_a2a.ops.split import (
+    AgainState,
+    CombineState,
+    DispatchState,
+    finish_again,
+    finish_combine,
+    finish_dispatch,
+)
 
 
 class Handle(NamedTuple):
     """What a combine needs to know of its dispatch; ordinary tensors, owned by the handle.
 
-    A handle may be combined any number of times, and stays good whatever the lane does since.
+    A handle may be combined any number of times, and other rows dispatched with it; it stays good whatever
+    the lane does since.
 
     Attributes:
         routing: where the copies went.
@@ -34,6 +42,11 @@ class Handle(NamedTuple):
     def copies_sent_W(self) -> Tensor:
         """int32, the copies that this rank sent to each rank, itself included."""
         return self.routing.tally[: self.routing.copy_of_peer_TW.shape[1]]
+
+    @property
+    def num_tokens(self) -> int:
+        """T of the dispatch."""
+        return self.routing.copy_of_peer_TW.shape[0]
 
 
 class PendingDispatch:
@@ -92,3 +105,29 @@ class PendingCombine:
             raise JoinedTwiceError("expected a pending combine, got one that was joined before")
         state, self._state = self._state, None
         return finish_combine(state, self._flying)
+
+
+class PendingAgain:
+    """A second dispatch in flight; `join` waits for it."""
+
+    def __init__(self, state: AgainState, flying: Tensor) -> None:
+        self._state: AgainState | None = state
+        self._flying = flying
+        self._lane = state.lane.index
+
+    @property
+    def lane(self) -> int:
+        """The lane's place in the arena."""
+        return self._lane
+
+    def join(self) -> Tensor:
+        """Wait for the rows; returns what `SymmTokenDispatcher.dispatch_again` does.
+
+        Raises:
+            JoinedTwiceError: it has been joined before.
+            ExchangeError: a peer did not take part.
+        """
+        if self._state is None:
+            raise JoinedTwiceError("expected a pending dispatch, got one that was joined before")
+        state, self._state = self._state, None
+        return finish_again(state, self._flying)

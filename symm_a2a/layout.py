@@ -25,8 +25,8 @@ ALIGNMENT = 256
 STORE_BYTES = 16
 """Width of a payload store; rows are padded to a multiple of it."""
 
-MAX_TOKENS = 1 << 24
-"""A ready word has 24 bits for the number of copies."""
+MAX_TOKENS = 1 << 23
+"""A ready word has 23 bits for the number of copies."""
 
 MAX_INDEX = 1 << 31
 """Copy, slot and position indices are int32 on the device."""

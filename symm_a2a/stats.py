@@ -12,7 +12,7 @@ from symm_a2a.layout import ArenaLayout
 from symm_a2a.load import Load
 from symm_a2a.wire import copy_metadata_bytes, exchange_metadata_bytes
 
-_OF_ROWS = (Kind.DISPATCH, Kind.COMBINE, Kind.DISPATCH_BACKWARD, Kind.COMBINE_BACKWARD)
+_OF_ROWS = [kind for kind in Kind if kind.moves_rows]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Stats:
             `capacity="exact"`.
         blocked_seconds: the host's time waiting for peers, or for such a number. On GPUs the kernels wait
             for the peers, and their time is not in it.
-        exchanges: launched, by operation: `dispatch`, `combine`, `dispatch_backward`, `combine_backward`,
-            `barrier`, and `counts` for a broadcast of counts.
+        exchanges: launched, by operation: `dispatch`, `combine`, `dispatch_again`, with `_backward` those of
+            the backward, `barrier`, and `counts` for a broadcast of counts.
         copies: rows sent, by operation, to each rank, this one included: `W` numbers.
         rows: that dispatches brought here, before padding and drops.
         payload_bytes_W: row contents stored at each rank, this one included.

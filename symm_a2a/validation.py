@@ -89,6 +89,21 @@ def check_ids(cfg: EPConfig, device: torch.device, topk_ids_TK: torch.Tensor) ->
         raise InputError(f"expected topk_ids_TK on {device}, got {topk_ids_TK.device}")
 
 
+def check_again(cfg: EPConfig, device: torch.device, x_TD: torch.Tensor, num_tokens: int) -> None:
+    """Raise unless a second dispatch's rows are as many as the first's, and of the same kind.
+
+    Args:
+        cfg: sizes and dtype.
+        device: where the dispatcher's rows live.
+        x_TD: `(num_tokens, D)` of `cfg.dtype`.
+        num_tokens: T of the first dispatch.
+
+    Raises:
+        InputError: a shape, dtype or device that does not fit; the message has both.
+    """
+    _check_rows("x_TD", cfg, device, x_TD, num_tokens)
+
+
 def check_combine(cfg: EPConfig, device: torch.device, y_RD: torch.Tensor, num_rows: int) -> None:
     """Raise unless a combine's rows are as many, and of the kind, that the dispatch gave out.
 
@@ -101,9 +116,13 @@ def check_combine(cfg: EPConfig, device: torch.device, y_RD: torch.Tensor, num_r
     Raises:
         InputError: a shape, dtype or device that does not fit; the message has both.
     """
-    if y_RD.shape != (num_rows, cfg.hidden_dim):
-        raise InputError(f"expected y_RD of shape ({num_rows}, {cfg.hidden_dim}), got {tuple(y_RD.shape)}")
-    if y_RD.dtype != cfg.dtype:
-        raise InputError(f"expected y_RD of dtype {cfg.dtype}, got {y_RD.dtype}")
-    if y_RD.device != device:
-        raise InputError(f"expected y_RD on {device}, got {y_RD.device}")
+    _check_rows("y_RD", cfg, device, y_RD, num_rows)
+
+
+def _check_rows(name: str, cfg: EPConfig, device: torch.device, rows: torch.Tensor, number: int) -> None:
+    if rows.shape != (number, cfg.hidden_dim):
+        raise InputError(f"expected {name} of shape ({number}, {cfg.hidden_dim}), got {tuple(rows.shape)}")
+    if rows.dtype != cfg.dtype:
+        raise InputError(f"expected {name} of dtype {cfg.dtype}, got {rows.dtype}")
+    if rows.device != device:
+        raise InputError(f"expected {name} on {device}, got {rows.device}")

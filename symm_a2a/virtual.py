@@ -83,6 +83,10 @@ class VirtualWorld:
         """Combine on every rank; see `SymmTokenDispatcher.combine`."""
         return self.combine_async(ys, handles).join()
 
+    def dispatch_again(self, xs: Sequence[Tensor], handles: Sequence[Handle]) -> list[Tensor]:
+        """Dispatch other rows on every rank; see `SymmTokenDispatcher.dispatch_again`."""
+        return self.dispatch_again_async(xs, handles).join()
+
     def dispatch_async(
         self,
         xs: Sequence[Tensor],
@@ -116,6 +120,19 @@ class VirtualWorld:
         pending = [
             dispatcher.combine_async(y, handle)
             for dispatcher, y, handle in zip(self.dispatchers, tie(list(ys)), handles, strict=True)
+        ]
+        return PendingOnAll(pending, tie)
+
+    def dispatch_again_async(
+        self, xs: Sequence[Tensor], handles: Sequence[Handle]
+    ) -> PendingOnAll[list[Tensor]]:
+        """Launch a second dispatch on every rank; its `join` gives what `dispatch_again` returns."""
+        self._require_ranks(xs=xs, handles=handles)
+        for dispatcher, x, handle in zip(self.dispatchers, xs, handles, strict=True):
+            dispatcher.require_dispatchable_again(x, handle)
+        pending = [
+            dispatcher.dispatch_again_async(x, handle)
+            for dispatcher, x, handle in zip(self.dispatchers, tie(list(xs)), handles, strict=True)
         ]
         return PendingOnAll(pending, tie)
 

@@ -35,6 +35,7 @@ def _train(dispatcher: Any, T: int, ids_dtype: torch.dtype, lane: int) -> None:
         scores = torch.zeros(T, cfg.top_k, device=device)
         ids = torch.full((T, cfg.top_k), -1, dtype=ids_dtype, device=device)
         rows, _, handle = dispatcher.dispatch(x, scores, ids, lane=lane)
-        dispatcher.combine(rows, handle).sum().backward()
+        again = dispatcher.dispatch_again(x, handle)
+        (dispatcher.combine(rows, handle).sum() + again.sum()).backward()
         # A loss on rows alone has no gradients of scores.
         dispatcher.dispatch(x, scores, ids, lane=lane)[0].sum().backward()

@@ -111,7 +111,7 @@ def test_a_bad_value_is_named(changes, message):
             1,
             "capacity factor of fewer than 2147483648 rows, got 26",
         ),
-        ({"max_tokens_per_rank": 1 << 24}, 8, "max_tokens_per_rank < 16777216, got 16777216"),
+        ({"max_tokens_per_rank": 1 << 23}, 8, "max_tokens_per_rank < 8388608, got 8388608"),
         ({"max_tokens_per_rank": 1 << 23, "top_k": 32}, 1, "top_k \\* local experts < 2147483648"),
         (
             {"max_tokens_per_rank": 1 << 23, "top_k": 32},

@@ -47,11 +47,11 @@ def test_a_ready_word_names_epoch_dispatch_kind_and_copies(lanes):
                 word = int(lanes[receiver].channel.local["scatter_ready"][sender])
                 label = (word >> LABEL_SHIFT) & LABEL_MASK
                 assert word >> EPOCH_SHIFT == n
-                assert (label >> 2, label & 3) == (n % 16, Kind.DISPATCH)
+                assert (label >> 3, label & 7) == (n % 16, Kind.DISPATCH)
                 assert word & COPIES_MASK == int(done[sender].routing.tally[receiver])
     combine(lanes, done)
     word = int(lanes[0].channel.local["gather_ready"][1])
-    assert (word >> EPOCH_SHIFT, (word >> LABEL_SHIFT) & LABEL_MASK) == (1, (18 % 16) << 2 | Kind.COMBINE)
+    assert (word >> EPOCH_SHIFT, (word >> LABEL_SHIFT) & LABEL_MASK) == (1, (18 % 16) << 3 | Kind.COMBINE)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,12 @@ def test_no_launch_without_the_credit_of_every_peer(lanes, kind, capacity):
         Kind.DISPATCH_BACKWARD: lambda lane, d: exchange.launch_dispatch_backward(
             lane, d.rows_RD + 1, None, d.routing
         ),
+        Kind.DISPATCH_AGAIN: lambda lane, d: exchange.launch_dispatch_again(
+            lane, torch.ones(T, D), d.routing
+        ),
+        Kind.DISPATCH_AGAIN_BACKWARD: lambda lane, d: exchange.launch_dispatch_again_backward(
+            lane, d.rows_RD + 1, d.routing
+        ),
         Kind.BARRIER: lambda lane, d: exchange.launch_barrier(lane),
         Kind.COUNTS: lambda lane, d: exchange.launch_counts(lane, torch.zeros(1, K, dtype=torch.int64)),
     }[kind]
@@ -80,6 +86,12 @@ def test_no_launch_without_the_credit_of_every_peer(lanes, kind, capacity):
             lane, d.rows_RD, d.routing, 1
         ),
         Kind.DISPATCH_BACKWARD: lambda lane, d, flying: exchange.join_dispatch_backward(
+            lane, flying, d.routing
+        ),
+        Kind.DISPATCH_AGAIN: lambda lane, d, flying: exchange.join_dispatch_again(
+            lane, flying, d.routing, len(d.rows_RD), 1
+        ),
+        Kind.DISPATCH_AGAIN_BACKWARD: lambda lane, d, flying: exchange.join_dispatch_again_backward(
             lane, flying, d.routing
         ),
         Kind.BARRIER: lambda lane, d, flying: exchange.join_barrier(lane),

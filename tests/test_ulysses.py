@@ -13,9 +13,8 @@ import symm_a2a
 from symm_a2a import InputError, SequenceGroup
 from symm_a2a.config import DTYPES
 from symm_a2a.kernels.channel import EPOCH_SHIFT
-from symm_a2a.kernels.ulysses import Kind, Sizes, describe_card
+from symm_a2a.kernels.ulysses import MAX_TOKENS, Kind, Sizes, describe_card
 from symm_a2a.kernels.ulysses_take import take_heads
-from symm_a2a.layout import MAX_TOKENS
 from symm_a2a.ulysses.lane import SequenceLane
 from tests.cases import examples
 

@@ -37,6 +37,7 @@ class Residency(NamedTuple):
     count: int = 4
     scatter: int = 3
     expand: int = 10
+    expand_again: int = 10
     expand_grad: int = 7
     gather: int = 8
     finish: int = 8

@@ -19,34 +19,29 @@ from symm_a2a.layout import ArenaLayout
 
 
 class Kind(IntEnum):
-    """The operations; their last two bits are in a ready word.
+    """The operations, three bits of a ready word; those that move rows come first.
 
-    A barrier is a scatter of nothing, and a broadcast of counts one of counts alone. In the words of
-    scatters they have the bits of the two gathers, which never write there.
+    A barrier is a scatter of nothing, and a broadcast of counts one of counts alone.
     """
 
     DISPATCH = 0
     COMBINE = 1
     DISPATCH_BACKWARD = 2
     COMBINE_BACKWARD = 3
-    BARRIER = 5
-    COUNTS = 6
-
-    @classmethod
-    def of_label(cls, label: int, *, scatters: bool) -> Kind:
-        """Return the operation that a label names, in a word of a scatter or of a gather."""
-        kind = cls(label & 3)
-        return cls(kind | 4) if scatters and not kind.scatters else kind
+    DISPATCH_AGAIN = 4
+    DISPATCH_AGAIN_BACKWARD = 5
+    BARRIER = 6
+    COUNTS = 7
 
     @property
     def scatters(self) -> bool:
         """Whether rows go from origins to experts; otherwise from experts to origins."""
-        return self not in (Kind.COMBINE, Kind.DISPATCH_BACKWARD)
+        return self not in (Kind.COMBINE, Kind.DISPATCH_BACKWARD, Kind.DISPATCH_AGAIN_BACKWARD)
 
     @property
     def moves_rows(self) -> bool:
         """Whether copies of rows go from rank to rank."""
-        return self <= Kind.COMBINE_BACKWARD
+        return self < Kind.BARRIER
 
     @property
     def direction(self) -> str:
@@ -63,7 +58,7 @@ class Cell(IntEnum):
     """Places in a lane's `state`: int64, device memory, written by this rank alone.
 
     `ROWS` counts the rows that dispatches brought here; from `EXCHANGES` on stand the numbers
-    of exchanges launched, by `Kind`, and from `COPIES` on `(4, W)` counts of copies sent, by kind and peer.
+    of exchanges launched, by `Kind`, and from `COPIES` on `(6, W)` counts of copies sent, by kind and peer.
     """
 
     SCATTER_LAUNCHED = 0
@@ -79,6 +74,7 @@ class Cell(IntEnum):
     DONE_GATHER = 12
     DONE_FINISH = 13
     ROWS = 14
+    DONE_EXPAND_AGAIN = 15
     EXCHANGES = 16
     COPIES = 24
 
@@ -114,7 +110,7 @@ class Report(IntEnum):
 
 def state_cells(world_size: int) -> int:
     """Return the length of a lane's `state`."""
-    return Cell.COPIES + 4 * world_size
+    return Cell.COPIES + Kind.BARRIER * world_size
 
 
 @dataclass
@@ -137,12 +133,12 @@ class HostCounts:
 REGISTERS = 65536
 """32-bit registers of a multiprocessor."""
 
-# A flag word is `epoch << 30 | label << 24 | copies`, with
-# `label = (dispatch epoch mod 16) << 2 | kind`; free and counts flags have only the epoch.
+# A flag word is `epoch << 30 | label << 23 | copies`, with
+# `label = (dispatch epoch mod 16) << 3 | kind`; free and counts flags have only the epoch.
 EPOCH_SHIFT = 30
-LABEL_SHIFT = 24
-LABEL_MASK = 63
-COPIES_MASK = (1 << 24) - 1
+LABEL_SHIFT = 23
+LABEL_MASK = 127
+COPIES_MASK = (1 << 23) - 1
 
 
 @dataclass(frozen=True)

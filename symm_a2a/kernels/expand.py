@@ -4,13 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import copies_in_turn, slots_of
+from symm_a2a.kernels.addresses import copies_in_turn
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
 from symm_a2a.kernels.counting import placed_alike
 from symm_a2a.kernels.flags import copies_in, label_of
 from symm_a2a.kernels.gaps import expert_starts, zero_gaps
 from symm_a2a.kernels.phases import may_join, release_sections
+from symm_a2a.kernels.unpack import unpack_copies
 
 _DONE = tl.constexpr(int(Cell.DONE_EXPAND))
 _JOINED = tl.constexpr(int(Cell.SCATTER_JOINED))
@@ -140,27 +141,10 @@ def _expand_kernel(
             )  # fmt: skip
             tl.debug_barrier()
             for r in tl.range(first, tl.minimum(first + BLOCK_C, tl.max(received, 0) * W), BLOCK_R):
-                source, place = copies_in_turn(r, rank, W, BLOCK_R)
-                copy = source * C + place
-                slots = slots_of(row_of_copy_ptr, copy, place < C, K, K_PAD)
-                most = tl.max(slots, 0)
-                for c in tl.range(0, D, BLOCK_N):
-                    column = c + tl.arange(0, BLOCK_N)
-                    tile = tl.load(
-                        payload_ptr + copy[:, None].to(tl.int64) * P + column[None, :],
-                        mask=(slots > 0)[:, None] & (column < P)[None, :],
-                    )
-                    for k0 in tl.range(0, most, BLOCK_K):
-                        k = k0 + tl.arange(0, BLOCK_K)
-                        row = tl.load(
-                            row_of_copy_ptr + copy[:, None] * K + k[None, :],
-                            mask=k[None, :] < slots[:, None], other=-1,
-                        )  # fmt: skip
-                        tl.store(
-                            rows_ptr + row[:, :, None].to(tl.int64) * D + column[None, None, :],
-                            tl.broadcast_to(tile[:, None, :], [BLOCK_R, BLOCK_K, BLOCK_N]),
-                            mask=(row >= 0)[:, :, None] & (column < D)[None, None, :],
-                        )
+                unpack_copies(
+                    rows_ptr, payload_ptr, row_of_copy_ptr, r, rank, C,
+                    D, P, K, K_PAD, W, BLOCK_R, BLOCK_K, BLOCK_N,
+                )  # fmt: skip
         if GAPS:
             zero_gaps(rows_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)
     release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, W, W_PAD)

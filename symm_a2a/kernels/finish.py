@@ -91,7 +91,7 @@ def finish(
 
     Args:
         channel: the lane.
-        kind: `COMBINE` or `DISPATCH_BACKWARD`.
+        kind: `COMBINE`, `DISPATCH_BACKWARD` or `DISPATCH_AGAIN_BACKWARD`.
         out_TD: written whole.
         token: float32 `(1,)`, set to zero.
         copy_of_peer_TW: int32, of the dispatch.

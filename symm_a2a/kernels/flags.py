@@ -33,16 +33,16 @@ WAIT_PLACEMENT = tl.constexpr(int(Wait.PLACEMENT))
 
 @triton.jit
 def label_of(dispatch_epoch, KIND: tl.constexpr):
-    """Six bits that name an exchange: the dispatch it belongs to, modulo 16, and its kind.
+    """Seven bits that name an exchange: the dispatch it belongs to, modulo 16, and its kind.
 
-    Example: dispatch epoch 18, kind 1 (combine): `(18 mod 16) << 2 | 1 = 9`.
+    Example: dispatch epoch 18, kind 1 (combine): `(18 mod 16) << 3 | 1 = 17`.
     """
-    return ((dispatch_epoch & 15) << 2) | (KIND & 3)
+    return ((dispatch_epoch & 15) << 3) | KIND
 
 
 @triton.jit
 def flag_words(epoch, label, W_PAD: tl.constexpr):
-    """Words for all peers: `epoch << 30 | label << 24`, int64; ready words add their copies."""
+    """Words for all peers: `epoch << 30 | label << 23`, int64; ready words add their copies."""
     zero = tl.full((W_PAD,), 0, tl.int64)
     return ((zero + epoch) << _EPOCH_SHIFT) | ((zero + label) << _LABEL_SHIFT)
 

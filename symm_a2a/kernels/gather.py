@@ -15,6 +15,7 @@ from symm_a2a.kernels.rounding import narrow, widen
 
 _DONE = tl.constexpr(int(Cell.DONE_GATHER))
 _LAUNCHED = tl.constexpr(int(Cell.GATHER_LAUNCHED))
+_DISPATCH_BACKWARD = tl.constexpr(int(Kind.DISPATCH_BACKWARD))
 
 
 @triton.jit(do_not_specialize=["rank", "C", "polls"])
@@ -31,7 +32,7 @@ def _gather_kernel(
     """One row back for each received copy: the sum over its slots of `[score *] y[row]`.
 
     Sums are fp32 (fp64 for fp64 rows). Without `WEIGHTED` (a dispatch's backward) the sums are
-    plain, and the slots' values, which are score gradients then, go along.
+    plain; of a first dispatch the slots' values, which are score gradients then, go along.
 
     Example: a copy has rows 3 and 7 here with scores 0.5 and 0.25: `0.5 y[3] + 0.25 y[7]`.
     """
@@ -74,7 +75,7 @@ def _gather_kernel(
                     narrow(total, y_ptr.dtype.element_ty),
                     mask=came[:, None] & (column < P)[None, :],
                 )  # fmt: skip
-            if not WEIGHTED:
+            if KIND == _DISPATCH_BACKWARD:
                 scores = peer_regions(peers_ptr, origin, came, SCORES, SCORE)
                 for k0 in tl.range(0, K, BLOCK_K):
                     k = k0 + tl.arange(0, BLOCK_K)
@@ -112,7 +113,8 @@ def gather(
 
     Args:
         channel: the lane.
-        kind: `COMBINE`, rows weighted by their scores, or `DISPATCH_BACKWARD`, plain sums.
+        kind: `COMBINE`, rows weighted by their scores; `DISPATCH_BACKWARD` or
+            `DISPATCH_AGAIN_BACKWARD`, plain sums.
         y_RD: rows, contiguous, of the layout's dtype.
         row_of_copy: int32 `(W, C, K)`, of the dispatch.
         score_of_copy: `(W, C, K)` of the score dtype. For a `COMBINE` the weights, for a

@@ -142,9 +142,9 @@ def _scatter_kernel(
     """Scatter rows, each program a run of token blocks; with `PLACE` the headers too.
 
     With `COUNTS_TOO`, for at most `BLOCK_A` tokens, every program counts the tokens ahead of its own,
-    and the first one counts all and sends the counts: no count kernel runs. Without `PLACE` (the
-    combine's backward) the copies go where the dispatch put them. The last program publishes, and
-    with `SPINS` waits until every peer has.
+    and the first one counts all and sends the counts: no count kernel runs. Without `PLACE` (a
+    combine's backward, a second dispatch) the copies go where the dispatch put them. The last program
+    publishes, and with `SPINS` waits until every peer has.
 
     Example: rank 1 sends token 5 as its third copy to rank 0: the row goes to
     `scatter_rows[1, 2]` at rank 0.
@@ -239,7 +239,7 @@ def scatter(
 
     Args:
         channel: the lane.
-        kind: `DISPATCH` or `COMBINE_BACKWARD`.
+        kind: `DISPATCH`, `DISPATCH_AGAIN` or `COMBINE_BACKWARD`.
         x_TD: rows, contiguous, of the layout's dtype.
         copy_of_peer_TW: int32, each token's copy at each peer, or -1; written by a dispatch.
         copy_of_slot_TK: int32, `peer * C + copy` of each slot, or -1; written by a dispatch.

@@ -20,7 +20,7 @@ from symm_a2a.config import DTYPES
 from symm_a2a.errors import InputError
 from symm_a2a.kernels.blocks import INTERPRETED, padded
 from symm_a2a.kernels.channel import REGISTERS
-from symm_a2a.layout import MAX_TOKENS, Region, aligned
+from symm_a2a.layout import Region, aligned
 
 WARPS = 4
 """Of a program."""
@@ -30,6 +30,9 @@ RESIDENCY = 6
 
 TILE_BYTES = 4096 if not INTERPRETED else 1 << 20
 """Of the rows that a program moves at once. The interpreter is fastest with few, large tiles."""
+
+MAX_TOKENS = 1 << 24
+"""A card has 24 bits for the number of tokens, and as many for `d`."""
 
 CARD_WORDS = 2
 """Words in which a rank says what it exchanges, see `Sizes.card`."""

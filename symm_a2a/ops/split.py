@@ -24,10 +24,14 @@ from symm_a2a.exchange import (
     join_combine,
     join_combine_backward,
     join_dispatch,
+    join_dispatch_again,
+    join_dispatch_again_backward,
     join_dispatch_backward,
     launch_combine,
     launch_combine_backward,
     launch_dispatch,
+    launch_dispatch_again,
+    launch_dispatch_again_backward,
     launch_dispatch_backward,
 )
 from symm_a2a.lane import Lane
@@ -71,6 +75,21 @@ class CombineState:
         self.backward: tuple[Tensor, Tensor, Routing] | None = None
 
 
+class AgainState:
+    """What the nodes of a second dispatch share besides tensors that autograd knows."""
+
+    def __init__(self, lane: Lane, zero: Tensor, routing: Routing, num_rows: int, pad_multiple: int) -> None:
+        self.lane = lane
+        self.zero = zero
+        self.routing = routing._replace(score_of_copy=routing.score_of_copy.detach())
+        self.num_rows = num_rows
+        self.pad_multiple = pad_multiple
+        self.flight: Tensor | None = None
+        self.given: tuple[Tensor, ...] = ()
+        self.versions: list[int] = []
+        self.backward: Tensor | None = None
+
+
 def _require_first_order() -> None:
     """Raise in a backward with `create_graph`: a second derivative would come out as zero."""
     if torch.is_grad_enabled():
@@ -80,10 +99,10 @@ def _require_first_order() -> None:
         )
 
 
-def _require_as_launched(state: DispatchState) -> None:
+def _require_as_launched(state: DispatchState | AgainState) -> None:
     """Raise where what was dispatched was changed in place meanwhile: on a GPU it may still be read then."""
     (given, state.given), versions = (state.given, ()), state.versions
-    for name, tensor, version in zip(("x_TD", "scores_TK", "topk_ids_TK"), given, versions, strict=True):
+    for name, tensor, version in zip(("x_TD", "scores_TK", "topk_ids_TK"), given, versions, strict=False):
         if _version(tensor) != version:
             raise InputError(
                 f"expected {name} as it was when the dispatch was launched, got it changed in place before "
@@ -193,6 +212,44 @@ class _CombineJoin(torch.autograd.Function):
         return None, state.zero
 
 
+class _AgainLaunch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: AgainState, x: Tensor, token: Tensor) -> Tensor:
+        ctx.state = state
+        state.given, state.versions = (x,), [_version(x)]
+        state.flight = launch_dispatch_again(state.lane, x, state.routing, beside=True)
+        return torch.empty_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        state: AgainState = ctx.state
+        assert state.backward is not None, "the backward of the join has launched"
+        rows, state.backward = state.backward, None
+        grad_x, grad_token = join_dispatch_again_backward(state.lane, rows, state.routing)
+        return None, grad_x, grad_token
+
+
+class _AgainJoin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: AgainState, flying: Tensor) -> Tensor:
+        assert state.flight is not None, "the launch comes first"
+        flight, state.flight = state.flight, None
+        rows, _ = join_dispatch_again(state.lane, flight, state.routing, state.num_rows, state.pad_multiple)
+        ctx.state = state
+        ctx.save_for_backward(state.routing.tally)
+        _require_as_launched(state)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[None, Tensor]:
+        _require_first_order()
+        # Unpacked before anything is launched, see above.
+        _ = ctx.saved_tensors
+        state: AgainState = ctx.state
+        state.backward = launch_dispatch_again_backward(state.lane, grad_rows, state.routing, beside=True)
+        return None, state.zero
+
+
 def start_dispatch(state: DispatchState, x: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
     """Launch a dispatch; return the tensor that stands for it until it is joined."""
     return _DispatchLaunch.apply(state, x, scores, ids, state.anchor)
@@ -217,3 +274,13 @@ def start_combine(state: CombineState, y: Tensor, routing: Routing, token: Tenso
 def finish_combine(state: CombineState, flying: Tensor) -> Tensor:
     """Join a combine."""
     return _CombineJoin.apply(state, flying)
+
+
+def start_again(state: AgainState, x: Tensor, token: Tensor) -> Tensor:
+    """Launch a second dispatch; return the tensor that stands for it until it is joined."""
+    return _AgainLaunch.apply(state, x, token)
+
+
+def finish_again(state: AgainState, flying: Tensor) -> Tensor:
+    """Join a second dispatch."""
+    return _AgainJoin.apply(state, flying)

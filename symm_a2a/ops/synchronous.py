@@ -1,4 +1,4 @@
-"""The four synchronous operators: launch and join in one, for graphs and plain training.
+"""The synchronous operators: launch and join in one, for graphs and plain training.
 
 They are functional and the lane is idle at every operator's boundary, so a compiler may place
 them as it likes. Two one-element tensors keep it from dropping one, which would leave the
@@ -22,10 +22,14 @@ from symm_a2a.exchange import (
     join_combine,
     join_combine_backward,
     join_dispatch,
+    join_dispatch_again,
+    join_dispatch_again_backward,
     join_dispatch_backward,
     launch_combine,
     launch_combine_backward,
     launch_dispatch,
+    launch_dispatch_again,
+    launch_dispatch_again_backward,
     launch_dispatch_backward,
 )
 from symm_a2a.ops.table import lane_of
@@ -129,6 +133,44 @@ def _(
     return grad_x, score_of_copy.new_empty((T, K)), torch.empty_like(token)
 
 
+@torch.library.custom_op("symm_a2a::dispatch_again", mutates_args=())
+def dispatch_again(
+    x: Tensor, copy_of_peer: Tensor, copy_of_slot: Tensor, row_of_copy: Tensor, score_of_copy: Tensor,
+    tally: Tensor, token: Tensor, lane: int, num_rows: int, pad_multiple: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Dispatch in lane `lane` by a routing that is known: rows, and a token."""
+    routing = Routing(copy_of_peer, copy_of_slot, row_of_copy, score_of_copy, tally)
+    on = lane_of(lane)
+    return join_dispatch_again(on, launch_dispatch_again(on, x, routing), routing, num_rows, pad_multiple)
+
+
+@dispatch_again.register_fake
+def _(
+    x: Tensor, copy_of_peer: Tensor, copy_of_slot: Tensor, row_of_copy: Tensor, score_of_copy: Tensor,
+    tally: Tensor, token: Tensor, lane: int, num_rows: int, pad_multiple: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty((num_rows, x.shape[1])), torch.empty_like(token)
+
+
+@torch.library.custom_op("symm_a2a::dispatch_again_backward", mutates_args=())
+def dispatch_again_backward(
+    grad_rows: Tensor, copy_of_peer: Tensor, copy_of_slot: Tensor, row_of_copy: Tensor,
+    score_of_copy: Tensor, tally: Tensor, token: Tensor, lane: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Backward of `dispatch_again`: gradients of the tokens, and of the token."""
+    routing = Routing(copy_of_peer, copy_of_slot, row_of_copy, score_of_copy, tally)
+    on = lane_of(lane)
+    return join_dispatch_again_backward(on, launch_dispatch_again_backward(on, grad_rows, routing), routing)
+
+
+@dispatch_again_backward.register_fake
+def _(
+    grad_rows: Tensor, copy_of_peer: Tensor, copy_of_slot: Tensor, row_of_copy: Tensor,
+    score_of_copy: Tensor, tally: Tensor, token: Tensor, lane: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return grad_rows.new_empty((copy_of_peer.shape[0], grad_rows.shape[1])), torch.empty_like(token)
+
+
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.lane, ctx.rows_shape, ctx.rows_dtype = inputs[6], output[0].shape, output[0].dtype
@@ -167,3 +209,21 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tu
 
 
 combine.register_autograd(_combine_backward, setup_context=_combine_context)
+
+
+def _dispatch_again_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    _, *routing, _, ctx.lane, _, _ = inputs
+    ctx.rows_shape, ctx.rows_dtype = output[0].shape, output[0].dtype
+    ctx.save_for_backward(*routing, output[1])
+
+
+def _dispatch_again_backward(ctx: Any, grad_rows: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    *routing, token = ctx.saved_tensors
+    if grad_rows is None:
+        grad_rows = token.new_zeros(ctx.rows_shape, dtype=ctx.rows_dtype)
+    grad_x, grad_token = torch.ops.symm_a2a.dispatch_again_backward(grad_rows, *routing, token, ctx.lane)
+    return grad_x, *[None] * 5, grad_token, None, None, None
+
+
+dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_dispatch_again_context)

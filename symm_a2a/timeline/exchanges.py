@@ -61,7 +61,7 @@ class Exchange:
     @property
     def forward(self) -> bool:
         """Whether it belongs to a forward; a checkpoint's recomputation is one."""
-        return self.kind not in (Kind.DISPATCH_BACKWARD, Kind.COMBINE_BACKWARD)
+        return not self.kind.name.endswith("_BACKWARD")
 
 
 class Compute(NamedTuple):
