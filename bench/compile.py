@@ -149,7 +149,8 @@ def launches_of(
                     multiprocessors=multiprocessors,
                 )
         rows, _, handles = world.dispatch([x] * world_size, [scores] * world_size, [ids] * world_size)
-        torch.cat(world.combine(rows, handles)).sum().backward()
+        again = world.dispatch_again([x] * world_size, handles)
+        torch.cat([*world.combine(rows, handles), *again]).sum().backward()
         channel = world.dispatchers[0].arena.lanes[0].channel
         _launch_others(channel, cfg.pad_multiple, x.detach(), scores.detach(), ids)
         symm_a2a.align_blocks(ids, channel.layout.num_experts, 64)

@@ -26,6 +26,7 @@ def placed_cases(draw):
     return case, draw(placements)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @settings(max_examples=examples(12))
 @given(
     placed_cases(),
@@ -34,14 +35,15 @@ def placed_cases(draw):
     st.booleans(),
     st.booleans(),
 )
-def test_rows_are_those_of_a_first_dispatch(placed, dtype, capacity, small, asynchronous):
+def test_rows_are_those_of_a_first_dispatch(device, placed, dtype, capacity, small, asynchronous):
     case, placement = placed
     cfg = case.config(dtype=dtype, capacity=case.whole(capacity), overflow="drop", placement=placement)
-    ids, scores, others = case.ids(), case.scores(torch.float32), [-x for x in case.xs(dtype, step=1)]
-    with VirtualWorld(cfg, case.world_size, "cpu") as world:
+    parts = case.ids(), case.scores(torch.float32), case.xs(dtype), case.xs(dtype, step=1)
+    ids, scores, xs, others = ([t.to(device) for t in part] for part in parts)
+    with VirtualWorld(cfg, case.world_size, device) as world:
         if small:
             use_small_blocks(world)
-        _, _, handles = world.dispatch(case.xs(dtype), scores, ids)
+        _, _, handles = world.dispatch(xs, scores, ids)
         if asynchronous:
             rows = world.dispatch_again_async(others, handles).join()
         else:

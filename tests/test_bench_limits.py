@@ -22,10 +22,11 @@ from bench.limits.budget import budget_of, dispatch_overhead, rows_for_slots, wh
 from bench.limits.hardware import GB, HARDWARE
 from bench.limits.load import SMALL_TOKENS, Load, expected
 from bench.limits.options import TABLES, Options
-from bench.limits.traffic import Bytes, Traffic, backward, forward
+from bench.limits.traffic import Bytes, Traffic, again, backward, forward
 from bench.routing import distinct_ranks
 from bench.shapes import SHAPES
 from symm_a2a import EPConfig, VirtualWorld
+from symm_a2a.exchange import Routing
 from symm_a2a.kernels import blocks
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
@@ -135,7 +136,7 @@ def traffics_of(world, launches):
     return result
 
 
-@pytest.mark.parametrize(
+SIZES = pytest.mark.parametrize(
     ("tokens", "hidden", "capacity", "pad_multiple", "ids_dtype"),
     [
         ((SMALL_TOKENS + 12, SMALL_TOKENS + 1, SMALL_TOKENS + 7), 20, "exact", 1, torch.int64),
@@ -145,20 +146,58 @@ def traffics_of(world, launches):
         ((0, 9, 12), 12, 90, 3, torch.int64),
     ],
 )
+L, K = 2, 3
+
+
+def exchanged(world, tokens, hidden, ids_dtype):
+    """Return ids, tokens that need a gradient, and what a dispatch gave."""
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.randint(-1, len(tokens) * L, (T, K), generator=generator).to(ids_dtype) for T in tokens]
+    xs = [torch.randn(T, hidden).bfloat16().requires_grad_() for T in tokens]
+    scores = [torch.rand(T, K).requires_grad_() for T in tokens]
+    rows, _, handles = world.dispatch(xs, scores, ids)
+    return ids, xs, rows, handles
+
+
+def config(tokens, hidden, capacity, pad_multiple):
+    return EPConfig(
+        num_experts=len(tokens) * L, top_k=K, hidden_dim=hidden, max_tokens_per_rank=max(tokens),
+        capacity=capacity, pad_multiple=pad_multiple, dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def loads_of(tokens, hidden, capacity, ids, rows, handles, token_block):
+    """Return each rank's load."""
+    W = len(tokens)
+    copies_WW = torch.stack([handle.copies_sent_W for handle in handles])
+    slots_E = torch.stack([torch.bincount(i[i >= 0], minlength=W * L) for i in ids]).sum(0)
+    for rank, T in enumerate(tokens):
+        kept = int(copies_WW[rank, rank])
+        num_rows = int(slots_E.view(W, L)[rank].sum())
+        yield Load(
+            ranks=W, experts=W * L, top_k=K, tokens=T, capacity=max(tokens), hidden=hidden,
+            padded=-(-hidden // 8) * 8, itemsize=2, id_bytes=ids[rank].dtype.itemsize,
+            token_block=token_block, kept=kept, sent=int(copies_WW[rank].sum()) - kept,
+            received=int(copies_WW[:, rank].sum()) - kept, slots=int((ids[rank] >= 0).sum()), rows=num_rows,
+            gap_rows=rows[rank].shape[0] - num_rows,
+            counted_apart=min(tokens) > SMALL_TOKENS or capacity == "exact",
+        )  # fmt: skip
+
+
+def assert_equal(formulas, recorded, rank):
+    for formula, real in zip(formulas, recorded, strict=True):
+        for part in ("reads", "writes", "sent", "received"):
+            what = (rank, formula.kernel, part)
+            assert (what, getattr(formula, part)) == (what, getattr(real, part))
+
+
+@SIZES
 def test_formulas_equal_what_kernels_load_and_store(
     tokens, hidden, capacity, pad_multiple, ids_dtype, launches
 ):
-    W, L, K = len(tokens), 2, 3
-    cfg = EPConfig(
-        num_experts=W * L, top_k=K, hidden_dim=hidden, max_tokens_per_rank=max(tokens), capacity=capacity,
-        pad_multiple=pad_multiple, dtype=torch.bfloat16,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(5)
-    ids = [torch.randint(-1, W * L, (T, K), generator=generator).to(ids_dtype) for T in tokens]
-    xs = [torch.randn(T, hidden).bfloat16().requires_grad_() for T in tokens]
-    scores = [torch.rand(T, K).requires_grad_() for T in tokens]
-    with VirtualWorld(cfg, W, "cpu") as world:
-        rows, _, handles = world.dispatch(xs, scores, ids)
+    W = len(tokens)
+    with VirtualWorld(config(tokens, hidden, capacity, pad_multiple), W, "cpu") as world:
+        ids, _, rows, handles = exchanged(world, tokens, hidden, ids_dtype)
         ys = [r * 2 for r in rows]
         torch.cat(world.combine(ys, handles)).sum().backward()
         recorded = traffics_of(world, launches)
@@ -167,25 +206,34 @@ def test_formulas_equal_what_kernels_load_and_store(
     # One launch less where few tokens are counted, one more where the host asks how many rows will come.
     num_launches = 8 + counted_apart + (capacity == "exact")
     assert len(launches) == W * num_launches
-    copies_WW = torch.stack([handle.copies_sent_W for handle in handles])
-    slots_E = torch.stack([torch.bincount(i[i >= 0], minlength=W * L) for i in ids]).sum(0)
-    for rank, T in enumerate(tokens):
-        kept = int(copies_WW[rank, rank])
-        num_rows = int(slots_E.view(W, L)[rank].sum())
-        load = Load(
-            ranks=W, experts=W * L, top_k=K, tokens=T, capacity=max(tokens), hidden=hidden,
-            padded=-(-hidden // 8) * 8, itemsize=2, id_bytes=ids_dtype.itemsize, token_block=token_block,
-            kept=kept, sent=int(copies_WW[rank].sum()) - kept, received=int(copies_WW[:, rank].sum()) - kept,
-            slots=int((ids[rank] >= 0).sum()), rows=num_rows, gap_rows=rows[rank].shape[0] - num_rows,
-            counted_apart=counted_apart,
-        )  # fmt: skip
+    for rank, load in enumerate(loads_of(tokens, hidden, capacity, ids, rows, handles, token_block)):
         formulas = [*forward(load), *backward(load)]
         names = [traffic.kernel.replace(" of gradients", "") for traffic in formulas]
         assert [traffic.kernel.removesuffix("_grad") for traffic in recorded[rank]] == names
-        for formula, real in zip(formulas, recorded[rank], strict=True):
-            for part in ("reads", "writes", "sent", "received"):
-                what = (rank, formula.kernel, part)
-                assert (what, getattr(formula, part)) == (what, getattr(real, part))
+        assert_equal(formulas, recorded[rank], rank)
+
+
+@SIZES
+def test_and_so_they_do_for_a_second_dispatch(tokens, hidden, capacity, pad_multiple, ids_dtype, launches):
+    with VirtualWorld(config(tokens, hidden, capacity, pad_multiple), len(tokens), "cpu") as world:
+        ids, _, rows, handles = exchanged(world, tokens, hidden, ids_dtype)
+        # No graph behind it: of the first dispatch there is no backward.
+        handles = [
+            handle._replace(
+                token=handle.token.detach(), routing=Routing(*(t.detach() for t in handle.routing))
+            )
+            for handle in handles
+        ]
+        launches.clear()
+        xs = [torch.randn(T, hidden).bfloat16().requires_grad_() for T in tokens]
+        torch.cat(world.dispatch_again(xs, handles)).sum().backward()
+        recorded = traffics_of(world, launches)
+        token_block = world.dispatchers[0].arena.lanes[0].channel.blocks.tokens
+    for rank, load in enumerate(loads_of(tokens, hidden, capacity, ids, rows, handles, token_block)):
+        formulas = again(load)
+        names = [traffic.kernel.removesuffix(" again") for traffic in formulas]
+        assert [traffic.kernel.removesuffix("_again") for traffic in recorded[rank]] == names
+        assert_equal(formulas, recorded[rank], rank)
 
 
 def test_blocks_are_those_of_a_gpu(monkeypatch):

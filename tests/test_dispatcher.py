@@ -203,8 +203,9 @@ def test_warmup_launches_all_that_a_later_call_does(monkeypatch):
 def test_warmup_uses_every_lane_in_both_directions(dispatcher):
     dispatcher.warmup()
     for lane in dispatcher.arena.lanes:
-        # A barrier, counts; a dispatch and combine, forward and backward; a dispatch and its backward.
-        assert lane.channel.state[:4].tolist() == [5, 5, 3, 3]
+        # A barrier, counts; a dispatch, a combine and a second dispatch, forward and backward; a dispatch and
+        # its backward.
+        assert lane.channel.state[:4].tolist() == [6, 6, 4, 4]
 
 
 def test_memory_goes_with_the_dispatcher():

@@ -112,9 +112,9 @@ def test_a_bad_value_is_named(changes, message):
             "capacity factor of fewer than 2147483648 rows, got 26",
         ),
         ({"max_tokens_per_rank": 1 << 23}, 8, "max_tokens_per_rank < 8388608, got 8388608"),
-        ({"max_tokens_per_rank": 1 << 23, "top_k": 32}, 1, "top_k \\* local experts < 2147483648"),
+        ({"max_tokens_per_rank": 1 << 22, "top_k": 64}, 1, "top_k \\* local experts < 2147483648"),
         (
-            {"max_tokens_per_rank": 1 << 23, "top_k": 32},
+            {"max_tokens_per_rank": 1 << 22, "top_k": 64},
             8,
             "ranks \\* max_tokens_per_rank \\* top_k < 2147483648",
         ),

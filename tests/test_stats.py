@@ -50,6 +50,8 @@ def test_copies_rows_and_exchanges_are_those_of_the_routing(small):
             stats = dispatcher.stats()
             assert stats.copies["dispatch"] == stats.copies["combine_backward"] == expected[rank].tolist()
             assert stats.copies["combine"] == stats.copies["dispatch_backward"] == expected[:, rank].tolist()
+            for name in ("dispatch_again", "dispatch_again_backward"):
+                assert (stats.copies.pop(name), stats.exchanges.pop(name)) == ([0] * W, 0)
             assert stats.exchanges == dict.fromkeys(stats.copies, 3) | {"barrier": 0, "counts": 0}
             assert stats.rows == rows[rank]
 

@@ -49,7 +49,9 @@ def traffic_name(kernel: Any, arguments: Arguments) -> str:
         "finish": arguments.get("KIND") == Kind.DISPATCH_BACKWARD,
         "expand_grad": True,
     }.get(name, False)
-    return f"{name.removesuffix('_grad')} of gradients" if backward else name
+    if arguments.get("KIND") in (Kind.DISPATCH_AGAIN, Kind.DISPATCH_AGAIN_BACKWARD):
+        return f"{name} again"
+    return f"{name.removesuffix('_grad')} of gradients" if backward else name.replace("_again", " again")
 
 
 def without_running(kernel: Any, arguments: Arguments, launch: Callable[..., Any]) -> Any:

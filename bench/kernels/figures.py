@@ -27,6 +27,7 @@ ANNOUNCED = {
     "_scatter_kernel": "store",
     "_gather_kernel": "store",
     "_expand_kernel": "load",
+    "_expand_again_kernel": "load",
     "_expand_grad_kernel": "load",
     "_finish_kernel": "load",
     "_send_heads_kernel": "store",

@@ -16,17 +16,21 @@ FLAGS = {
     "_count_kernel[KIND=0]": (1, 2),
     "_row_count_kernel": (1, 1),
     "_credit_kernel[KIND=1]": (1, 1),
-    "_barrier_kernel[HAS_COUNTS=0,KIND=5]": (2, 5),
-    "_barrier_kernel[HAS_COUNTS=1,KIND=6]": (2, 5),
+    "_barrier_kernel[HAS_COUNTS=0,KIND=6]": (2, 5),
+    "_barrier_kernel[HAS_COUNTS=1,KIND=7]": (2, 5),
     "_scatter_kernel[PLACE=1,COUNTS_TOO=0,KIND=0]": (1, 2),
     "_scatter_kernel[PLACE=1,COUNTS_TOO=1,KIND=0]": (2, 4),
     "_scatter_kernel[PLACE=0,COUNTS_TOO=0,KIND=3]": (2, 4),
+    "_scatter_kernel[PLACE=0,COUNTS_TOO=0,KIND=4]": (2, 4),
     "_expand_kernel": (1, 3),
+    "_expand_again_kernel": (1, 2),
     "_expand_grad_kernel": (1, 2),
     "_gather_kernel[WEIGHTED=1,HAS_SCORES=1,KIND=1]": (2, 3),
     "_gather_kernel[WEIGHTED=0,HAS_SCORES=1,KIND=2]": (2, 3),
+    "_gather_kernel[WEIGHTED=0,HAS_SCORES=0,KIND=5]": (2, 3),
     "_finish_kernel[HAS_SCORES=0,KIND=1]": (1, 2),
     "_finish_kernel[HAS_SCORES=1,KIND=2]": (1, 2),
+    "_finish_kernel[HAS_SCORES=0,KIND=5]": (1, 2),
     "_count_slots_kernel": (0, 0),
     "_align_kernel": (0, 0),
     "_send_heads_kernel[KIND=0,STRIDED=0]": (1, 2),
@@ -48,8 +52,8 @@ WAITS_IN = {"flags.py": 1}
 
 _ALL_ROWS = tuple(ANNOUNCED)
 _PEER_ROWS = ("_scatter_kernel", "_gather_kernel")
-_LOCAL_ROWS = ("_expand_kernel", "_expand_grad_kernel", "_finish_kernel")
-_EXPERTS = ("_expand_kernel", "_gather_kernel", "_expand_grad_kernel")
+_LOCAL_ROWS = ("_expand_kernel", "_expand_again_kernel", "_expand_grad_kernel", "_finish_kernel")
+_EXPERTS = ("_expand_kernel", "_expand_again_kernel", "_gather_kernel", "_expand_grad_kernel")
 _ORIGINS = ("_finish_kernel",)
 _SEQUENCES = ("_send_heads_kernel", "_take_heads_kernel")
 _STREAMS = _EXPERTS + _ORIGINS

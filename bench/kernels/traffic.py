@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TILES_OVER = {
     "_scatter_kernel": "peers",
     "_expand_kernel": "slots",
+    "_expand_again_kernel": "slots",
     "_expand_grad_kernel": "slots",
     "_gather_kernel": "pairs of slots",
     "_finish_kernel": "peers",

@@ -13,7 +13,7 @@ experts, `L = E / W`, `R` rows at this rank, `B` token blocks, `s` bytes of an e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from bench.limits.load import Load
@@ -90,6 +90,13 @@ def backward(load: Load) -> list[Traffic]:
     return [scatter_grad(load), expand_grad(load), gather_grad(load), finish_grad(load)]
 
 
+def again(load: Load) -> list[Traffic]:
+    """Return the traffic of a second dispatch and its backward, kernel by kernel, in order."""
+    gathered = _gather(load, "gather again", scores=0, beside=0)
+    finished = _finish(load, "finish again", slot_reads=0, slot_writes=0)
+    return [replace(scatter_grad(load), kernel="scatter again"), expand_again(load), gathered, finished]
+
+
 def count(load: Load) -> Traffic:
     """Slots of each expert and copies for each rank, of each token block and in all.
 
@@ -163,6 +170,23 @@ def expand(load: Load) -> Traffic:
             header * load.copies_in + INDEX * (load.experts + load.ranks + 1) * load.ranks,
         ),
         writes=Bytes(load.row * (load.rows + load.gap_rows), index + totals + small),
+        sent=Bytes(rest=load.others * FLAG),
+        received=Bytes(rest=load.others * FLAG),
+    )
+
+
+def expand_again(load: Load) -> Traffic:
+    """Each copy of a second dispatch to the rows that the first one gave it.
+
+    Reads the copies that came, `s P` each, where each one's rows are, `4 K`, and of the tally the copies
+    received, the rows of each expert and the epoch, `4 (W + L + 1)`. Writes the rows, `s D R`, those of no
+    slot included, a token, and a flag for every rank.
+    """
+    tally = INDEX * (load.ranks + load.local_experts + 1)
+    return Traffic(
+        "expand again",
+        reads=Bytes(load.section_row * load.copies_in, INDEX * load.top_k * load.copies_in + tally),
+        writes=Bytes(load.row * (load.rows + load.gap_rows), INDEX + FLAG),
         sent=Bytes(rest=load.others * FLAG),
         received=Bytes(rest=load.others * FLAG),
     )

@@ -141,9 +141,10 @@ def _expand_kernel(
             )  # fmt: skip
             tl.debug_barrier()
             for r in tl.range(first, tl.minimum(first + BLOCK_C, tl.max(received, 0) * W), BLOCK_R):
+                source, place = copies_in_turn(r, rank, W, BLOCK_R)
                 unpack_copies(
-                    rows_ptr, payload_ptr, row_of_copy_ptr, r, rank, C,
-                    D, P, K, K_PAD, W, BLOCK_R, BLOCK_K, BLOCK_N,
+                    rows_ptr, payload_ptr, row_of_copy_ptr, source * C + place, place < C,
+                    D, P, K, K_PAD, BLOCK_R, BLOCK_K, BLOCK_N,
                 )  # fmt: skip
         if GAPS:
             zero_gaps(rows_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from symm_a2a.kernels.addresses import copies_in_turn
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.flags import label_of
@@ -34,9 +35,11 @@ def _expand_again_kernel(
     if here:
         received = tl.load(tally_ptr + W + w, mask=w < W, other=0)
         for first in tl.range(program * BLOCK_R, tl.max(received, 0) * W, programs * BLOCK_R):
+            source, place = copies_in_turn(first, rank, W, BLOCK_R)
+            came = place < tl.load(tally_ptr + W + source)
             unpack_copies(
-                rows_ptr, payload_ptr, row_of_copy_ptr, first, rank, C,
-                D, P, K, K_PAD, W, BLOCK_R, BLOCK_K, BLOCK_N,
+                rows_ptr, payload_ptr, row_of_copy_ptr, source * C + place, came,
+                D, P, K, K_PAD, BLOCK_R, BLOCK_K, BLOCK_N,
             )  # fmt: skip
         e = tl.arange(0, L_PAD)
         expert_rows = tl.load(tally_ptr + 2 * W + e, mask=e < L, other=0)

@@ -3,22 +3,20 @@
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.addresses import copies_in_turn, slots_of
+from symm_a2a.kernels.addresses import slots_of
 
 
 @triton.jit
 def unpack_copies(
-    rows_ptr, payload_ptr, row_of_copy_ptr, first, rank, C,
-    D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, W: tl.constexpr,
+    rows_ptr, payload_ptr, row_of_copy_ptr, copy, mask,
+    D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load each of a run of copies once, and store it to every row that it has; `first` begins the run.
+    """Load each copy of a tile once, and store it to every row that it has; `mask` says which to look at.
 
     Example: a copy whose rows are `[12, 7, -1, -1]` is stored to rows 12 and 7.
     """
-    source, place = copies_in_turn(first, rank, W, BLOCK_R)
-    copy = source * C + place
-    slots = slots_of(row_of_copy_ptr, copy, place < C, K, K_PAD)
+    slots = slots_of(row_of_copy_ptr, copy, mask, K, K_PAD)
     most = tl.max(slots, 0)
     for c in tl.range(0, D, BLOCK_N):
         column = c + tl.arange(0, BLOCK_N)
