@@ -129,8 +129,7 @@ def placements_of(draw: Callable, world_size: int, num_experts: int) -> symm_a2a
     rng = random.Random(draw(st.integers(0, 2**20)))
     everyone = range(world_size)
     ranks = [
-        set(rng.sample(everyone, rng.choice([1, 1, 1, rng.randint(1, world_size)])))
-        for _ in range(num_experts)
+        set(rng.sample(everyone, rng.choice([1, rng.randint(1, world_size)]))) for _ in range(num_experts)
     ]
     held = [
         rng.sample(mine, len(mine))
