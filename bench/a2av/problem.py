@@ -101,10 +101,6 @@ def make_problem(case: Case, rank: int, device: torch.device, ids_WTK: Tensor, s
     if placement is not None:
         places_WTK = torch.stack([placement.places(ids, origin) for origin, ids in enumerate(ids_WTK)])
         num_places = placement.num_places
-    rows = reference.route(list(places_WTK), num_places)[rank]
-    if placement is not None:
-        mine = len(placement.experts_of_rank[rank])
-        rows = replace(rows, tokens_per_expert=rows.tokens_per_expert[:mine])
     rank_WTK = torch.where(places_WTK < 0, -1, places_WTK // (num_places // case.ranks))
     return Problem(
         case=case,
@@ -113,7 +109,7 @@ def make_problem(case: Case, rank: int, device: torch.device, ids_WTK: Tensor, s
         ids_WTK=ids_WTK,
         **_tokens_of([rank], case, device, ids_WTK, seed),
         placement=placement,
-        rows=rows,
+        rows=reference.route(list(places_WTK), num_places)[rank],
         copies_WW=count(rank_WTK, distinct=True),
         slots_WW=count(rank_WTK, distinct=False),
     )
