@@ -1,4 +1,8 @@
+import fcntl
+import pathlib
 import signal
+import tempfile
+from contextlib import contextmanager
 
 import hypothesis
 import pytest
@@ -12,6 +16,32 @@ hypothesis.settings.load_profile("symm_a2a")
 # A shell starts its background jobs with interrupts ignored, and what they start inherits that: tests that
 # interrupt what they started would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+ROOM = pathlib.Path(tempfile.gettempdir()) / f"symm_a2a-tests-{pathlib.Path(__file__).stat().st_ino}"
+
+
+@contextmanager
+def _locked(name, how):
+    with ROOM.with_name(f"{ROOM.name}-{name}").open("w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Let a test that is marked `alone` wait for those of other workers, and these for it.
+
+    Whoever waits holds the door: of those that come later none goes ahead.
+    """
+    how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    with _locked("door", fcntl.LOCK_EX):
+        room = _locked("room", how)
+        room.__enter__()
+    try:
+        yield
+    finally:
+        room.__exit__(None, None, None)
 
 
 @pytest.fixture(autouse=True)

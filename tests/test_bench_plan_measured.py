@@ -150,6 +150,7 @@ def both_ways(rank, group):
         return alone, [recorded(interleaved)[1] for _ in range(2)]
 
 
+@pytest.mark.alone
 def test_the_prediction_of_a_real_run():
     results = run_ranks(both_ways, 2)
     forwards = [there for alone, _ in results for there, _ in alone]

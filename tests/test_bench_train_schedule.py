@@ -207,6 +207,7 @@ def test_loss_difference_is_the_largest():
     assert figures["hidden_forward"] == 0
 
 
+@pytest.mark.alone
 def test_domino_hides_what_is_in_flight(tmp_path, capsys):
     options = replace(
         TINY, tokens=256, context=32, dim=64, experts=16, layers=3, link="latency=30ms", out=tmp_path,
