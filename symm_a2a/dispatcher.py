@@ -150,7 +150,8 @@ class SymmTokenDispatcher(ArenaShare):
 
         Needs no ids and no scores, sends no counts and no headers, and the host waits for nothing, whatever
         the capacity. `combine` takes what the experts make of these rows with the same handle. Its backward
-        is a part of the dispatch's: gradients of both are asked for at once.
+        is a part of the dispatch's: gradients of both are asked for at once, and once that has run the handle
+        serves without gradients alone.
 
         Args:
             x_TD: as many rows as were dispatched, of `cfg.dtype`.
