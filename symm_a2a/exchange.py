@@ -163,28 +163,14 @@ def launch_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing, *, beside: 
 
 def join_combine(lane: Lane, y_RD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum what came back for each token; return `(T, D)` and a token."""
-    T = routing.copy_of_peer_TW.shape[0]
-    out_TD, token = y_RD.new_empty((T, lane.layout.hidden_dim)), _token(y_RD)
-    with lane.join(Kind.COMBINE):
-        lane.arrive(Kind.COMBINE)
-        finish(
-            lane.channel, Kind.COMBINE, out_TD, token,
-            routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
-        )  # fmt: skip
-    return out_TD, token
+    return _join_sums(lane, Kind.COMBINE, y_RD, routing)
 
 
 def launch_combine_backward(
     lane: Lane, grad_out_TD: torch.Tensor, routing: Routing, *, beside: bool = False
 ) -> torch.Tensor:
     """Send each token's output gradient where its row went; return the rows sent."""
-    grad_out_TD = grad_out_TD.contiguous()
-    with lane.launch(Kind.COMBINE_BACKWARD, grad_out_TD, *routing, beside=beside):
-        scatter(
-            lane.channel, Kind.COMBINE_BACKWARD, grad_out_TD,
-            routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
-        )  # fmt: skip
-    return grad_out_TD
+    return _launch_copies(lane, Kind.COMBINE_BACKWARD, grad_out_TD, routing, beside)
 
 
 def join_combine_backward(
@@ -243,13 +229,7 @@ def launch_dispatch_again(
     lane: Lane, x_TD: torch.Tensor, routing: Routing, *, beside: bool = False
 ) -> torch.Tensor:
     """Send every token's row where a dispatch sent another one; return the rows sent."""
-    x_TD = x_TD.contiguous()
-    with lane.launch(Kind.DISPATCH_AGAIN, x_TD, *routing, beside=beside):
-        scatter(
-            lane.channel, Kind.DISPATCH_AGAIN, x_TD,
-            routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
-        )  # fmt: skip
-    return x_TD
+    return _launch_copies(lane, Kind.DISPATCH_AGAIN, x_TD, routing, beside)
 
 
 def join_dispatch_again(
@@ -282,15 +262,32 @@ def join_dispatch_again_backward(
     lane: Lane, grad_rows_RD: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of the tokens `(T, D)`, and a token."""
+    return _join_sums(lane, Kind.DISPATCH_AGAIN_BACKWARD, grad_rows_RD, routing)
+
+
+def _launch_copies(
+    lane: Lane, kind: Kind, rows_TD: torch.Tensor, routing: Routing, beside: bool
+) -> torch.Tensor:
+    """Send the copies of a dispatch again, with other contents; return the rows sent."""
+    rows_TD = rows_TD.contiguous()
+    with lane.launch(kind, rows_TD, *routing, beside=beside):
+        scatter(lane.channel, kind, rows_TD, routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally)
+    return rows_TD
+
+
+def _join_sums(
+    lane: Lane, kind: Kind, like: torch.Tensor, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum what came back for each token; return `(T, D)`, of the dtype of `like`, and a token."""
     T = routing.copy_of_peer_TW.shape[0]
-    grad_x_TD, token = grad_rows_RD.new_empty((T, lane.layout.hidden_dim)), _token(grad_rows_RD)
-    with lane.join(Kind.DISPATCH_AGAIN_BACKWARD):
-        lane.arrive(Kind.DISPATCH_AGAIN_BACKWARD)
+    sums_TD, token = like.new_empty((T, lane.layout.hidden_dim)), _token(like)
+    with lane.join(kind):
+        lane.arrive(kind)
         finish(
-            lane.channel, Kind.DISPATCH_AGAIN_BACKWARD, grad_x_TD, token,
+            lane.channel, kind, sums_TD, token,
             routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,
         )  # fmt: skip
-    return grad_x_TD, token
+    return sums_TD, token
 
 
 def launch_barrier(lane: Lane) -> None:

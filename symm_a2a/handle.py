@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -49,22 +49,42 @@ class Handle(NamedTuple):
         return self.routing.copy_of_peer_TW.shape[0]
 
 
-class PendingDispatch:
-    """A dispatch in flight; `join` waits for it."""
+State = TypeVar("State", DispatchState, CombineState, AgainState)
 
-    def __init__(
-        self, state: DispatchState, flying: Tensor, lane_number: int, num_local_experts: int
-    ) -> None:
-        self._state: DispatchState | None = state
+
+class _Pending(Generic[State]):
+    """An exchange in flight, to be joined once."""
+
+    _name: ClassVar[str]
+
+    def __init__(self, state: State, flying: Tensor) -> None:
+        self._state: State | None = state
         self._flying = flying
         self._lane = state.lane.index
-        self._lane_number = lane_number
-        self._num_local_experts = num_local_experts
 
     @property
     def lane(self) -> int:
         """The lane's place in the arena."""
         return self._lane
+
+    def _take(self) -> State:
+        if self._state is None:
+            raise JoinedTwiceError(f"expected a pending {self._name}, got one that was joined before")
+        state, self._state = self._state, None
+        return state
+
+
+class PendingDispatch(_Pending[DispatchState]):
+    """A dispatch in flight; `join` waits for it."""
+
+    _name = "dispatch"
+
+    def __init__(
+        self, state: DispatchState, flying: Tensor, lane_number: int, num_local_experts: int
+    ) -> None:
+        super().__init__(state, flying)
+        self._lane_number = lane_number
+        self._num_local_experts = num_local_experts
 
     def join(self) -> tuple[Tensor, Tensor, Handle]:
         """Wait for the rows; returns what `SymmTokenDispatcher.dispatch` does.
@@ -73,26 +93,16 @@ class PendingDispatch:
             JoinedTwiceError: it has been joined before.
             ExchangeError: a peer did not take part.
         """
-        if self._state is None:
-            raise JoinedTwiceError("expected a pending dispatch, got one that was joined before")
-        state, self._state = self._state, None
+        state = self._take()
         rows, counts, routing, token = finish_dispatch(state, self._flying)
         handle = Handle(routing, token, rows.shape[0], state.pad_multiple, self._lane_number)
         return rows, counts[: self._num_local_experts], handle
 
 
-class PendingCombine:
+class PendingCombine(_Pending[CombineState]):
     """A combine in flight; `join` waits for it."""
 
-    def __init__(self, state: CombineState, flying: Tensor) -> None:
-        self._state: CombineState | None = state
-        self._flying = flying
-        self._lane = state.lane.index
-
-    @property
-    def lane(self) -> int:
-        """The lane's place in the arena."""
-        return self._lane
+    _name = "combine"
 
     def join(self) -> Tensor:
         """Wait for the sums; returns what `SymmTokenDispatcher.combine` does.
@@ -101,24 +111,13 @@ class PendingCombine:
             JoinedTwiceError: it has been joined before.
             ExchangeError: a peer did not take part.
         """
-        if self._state is None:
-            raise JoinedTwiceError("expected a pending combine, got one that was joined before")
-        state, self._state = self._state, None
-        return finish_combine(state, self._flying)
+        return finish_combine(self._take(), self._flying)
 
 
-class PendingAgain:
+class PendingAgain(_Pending[AgainState]):
     """A second dispatch in flight; `join` waits for it."""
 
-    def __init__(self, state: AgainState, flying: Tensor) -> None:
-        self._state: AgainState | None = state
-        self._flying = flying
-        self._lane = state.lane.index
-
-    @property
-    def lane(self) -> int:
-        """The lane's place in the arena."""
-        return self._lane
+    _name = "dispatch"
 
     def join(self) -> Tensor:
         """Wait for the rows; returns what `SymmTokenDispatcher.dispatch_again` does.
@@ -127,7 +126,4 @@ class PendingAgain:
             JoinedTwiceError: it has been joined before.
             ExchangeError: a peer did not take part.
         """
-        if self._state is None:
-            raise JoinedTwiceError("expected a pending dispatch, got one that was joined before")
-        state, self._state = self._state, None
-        return finish_again(state, self._flying)
+        return finish_again(self._take(), self._flying)

@@ -102,7 +102,8 @@ def _require_first_order() -> None:
 def _require_as_launched(state: DispatchState | AgainState) -> None:
     """Raise where what was dispatched was changed in place meanwhile: on a GPU it may still be read then."""
     (given, state.given), versions = (state.given, ()), state.versions
-    for name, tensor, version in zip(("x_TD", "scores_TK", "topk_ids_TK"), given, versions, strict=False):
+    names = ("x_TD", "scores_TK", "topk_ids_TK")[: len(given)]
+    for name, tensor, version in zip(names, given, versions, strict=True):
         if _version(tensor) != version:
             raise InputError(
                 f"expected {name} as it was when the dispatch was launched, got it changed in place before "
