@@ -147,8 +147,7 @@ def _report(options: Options, results: list[Result], mode: Mode, device: str) ->
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     setting = Setting(device, torch.__version__, triton.__version__, now, mode)
     rows = to_rows(results, setting)
-    placed = any(result.case.placement != "contiguous" for result in results)
-    print("", format_table(results, mode), "", notes(mode, placed), sep="\n")
+    print("", format_table(results, mode), "", notes(results, mode), sep="\n")
     for result in results:
         if result.error:
             print(f"WRONG: {result.case.title}, {result.backend}: {result.error}")

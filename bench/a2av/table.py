@@ -12,7 +12,7 @@ def format_table(results: list[Result], mode: Mode) -> str:
     """Return a line per case and backend; rates are left out where times mean nothing."""
     time = "p50 (p20 to p80), us" if mode == "gpu" else "interpreted *, ms"
     rates = ["logical GB/s", "remote GB/s", "of link"] if mode == "gpu" else []
-    placed = any(result.case.placement != "contiguous" for result in results)
+    placed = _compares_placements(results)
     headers = ["op", "shape", "routing", *(["placement"] if placed else []), "backend", time, *rates]
     headers += ["launches", "syncs", "sent", *(["busiest rank"] if placed else []), "symm. memory"]
     lines = []
@@ -45,13 +45,13 @@ def format_table(results: list[Result], mode: Mode) -> str:
     return tabulate(lines, headers=headers, disable_numparse=True, colalign=align)
 
 
-def notes(mode: Mode, placed: bool) -> str:
-    """Return what a reader of the table must know; `placed`, that there are placements to compare."""
+def notes(results: list[Result], mode: Mode) -> str:
+    """Return what a reader of the table must know."""
     lines = [
         "Times are those of the slowest rank. launches, syncs (waits of the host) and sent (bytes to other",
         "ranks, in one run) are of the rank with most of each.",
     ]
-    if placed:
+    if _compares_placements(results):
         lines.append("busiest rank: rows of its experts over the mean of all ranks, which wait for it.")
     if mode == "gpu":
         lines.append(
@@ -80,6 +80,10 @@ def _rates(result: Result) -> list[str]:
         *("" if rate is None else f"{rate:.1f}" for rate in rates),
         "" if share is None else f"{share:.0%}",
     ]
+
+
+def _compares_placements(results: list[Result]) -> bool:
+    return any(result.case.placement != "contiguous" for result in results)
 
 
 def _load(result: Result) -> str:

@@ -105,7 +105,9 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
         self.device = _resolve_device(group, device)
         self._score_dtype = layout.score_dtype
         self._closed = False
-        self._table, self._first_number = self._read(placement)
+        self._table: torch.Tensor | None = None
+        if placement is not None and not placement.is_contiguous:
+            self._table, self._first_number = self._read(placement)
         # Explicit dtype and device, and no inference mode: trainers build models under any of these.
         with torch.inference_mode(False):
             self._anchor = torch.zeros(1, dtype=torch.float32, device=self.device, requires_grad=True)
@@ -181,10 +183,8 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
     def _combine(self, y_RD: torch.Tensor, handle: HandleT) -> torch.Tensor:
         """Do what `combine` says, with checked arguments."""
 
-    def _read(self, placement: Placement | None) -> tuple[torch.Tensor | None, int]:
-        """Return how to find places, for `look_up`; no table where ids are places."""
-        if placement is None or placement.is_contiguous:
-            return None, 0
+    def _read(self, placement: Placement) -> tuple[torch.Tensor, int]:
+        """Return how to find places, for `look_up`."""
         return placement.table(self.rank).to(self.device), placement.first_number(self.rank)
 
     def _places(self, ids_TK: torch.Tensor) -> torch.Tensor:

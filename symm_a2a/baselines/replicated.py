@@ -78,9 +78,7 @@ class ReplicatedTokenDispatcher(BaselineDispatcher[ReplicatedHandle]):
 
     handle_type = ReplicatedHandle
 
-    def _read(self, placement: Placement | None) -> tuple[torch.Tensor | None, int]:
-        if placement is None or placement.is_contiguous:
-            return None, 0
+    def _read(self, placement: Placement) -> tuple[torch.Tensor, int]:
         # All ranks choose the same replica of a slot's expert. A token is on all of them, and near to none.
         return replace(placement, prefer_local=False).table(0).to(self.device), placement.first_number(0)
 
