@@ -9,9 +9,10 @@ import numpy as np
 
 from symm_a2a.errors import ExchangeError, ExchangeMismatchError, PeerLostError, PeerTimeoutError
 from symm_a2a.kernels.channel import (
+    DETAIL_MASK,
     EPOCH_SHIFT,
-    LABEL_MASK,
-    LABEL_SHIFT,
+    KIND_MASK,
+    KIND_SHIFT,
     Cell,
     Channel,
     Kind,
@@ -107,10 +108,10 @@ class Diagnosis:
         """Turn what a kernel has written to the lane's status into the error it means."""
         status = self._channel.status.numpy()
         kind, wait = Kind(int(status[Report.FAILURE]) >> 4), Wait(int(status[Report.FAILURE]) & 15)
-        epoch, label = int(status[Report.EPOCH]), int(status[Report.LABEL])
+        epoch, own = int(status[Report.EPOCH]), int(status[Report.OWN])
         words = status[Report.WORDS :]
         if wait == Wait.PLACEMENT:
-            peer = int(np.flatnonzero(words != label)[0])
+            peer = int(np.flatnonzero(words != own)[0])
             return ExchangeMismatchError(
                 f"expected every rank to place the experts alike, got another placement from peer {peer} "
                 f"than rank {self._memory.rank} has in {kind.title}, lane {self._index}, epoch {epoch}; make "
@@ -122,17 +123,23 @@ class Diagnosis:
             return self.timeout(late, kind, wait, epoch) if error is None else error
         if late:
             return ExchangeError(self._story(late, kind, wait, epoch, "has not launched it yet"))
-        labels = (words >> LABEL_SHIFT) & LABEL_MASK
-        peer = int(np.flatnonzero((labels != label) | (words >> EPOCH_SHIFT != epoch))[0])
-        return self._mismatch(kind, epoch, peer, int(words[peer]))
+        other = words ^ (epoch << EPOCH_SHIFT | kind << KIND_SHIFT | own)
+        # Words of a dispatch, or of its counts, end in what may differ.
+        peer = int(np.flatnonzero(other if kind.follows else other >> KIND_SHIFT)[0])
+        return self._mismatch(kind, epoch, peer, int(words[peer]), own)
 
-    def _mismatch(self, kind: Kind, epoch: int, peer: int, word: int) -> ExchangeMismatchError:
-        """Return the error for a peer's word that names something else."""
-        label = (word >> LABEL_SHIFT) & LABEL_MASK
-        theirs, dispatch = Kind(label & 7), label >> 3
+    def _mismatch(
+        self, kind: Kind, epoch: int, peer: int, word: int, own: int | None = None
+    ) -> ExchangeMismatchError:
+        """Return the error for a peer's word that names something else than this rank's, of detail `own`."""
+        theirs = _named(Kind(word >> KIND_SHIFT & KIND_MASK), word & DETAIL_MASK)
         return ExchangeMismatchError(
-            f"expected every rank to run {kind.title} in lane {self._index}, epoch {epoch}, "
-            f"got {theirs.title} (of dispatch {dispatch}, modulo 16) from peer {peer} "
-            f"while rank {self._memory.rank} runs {kind.title}. Every rank must run every exchange in the "
-            f"same order, in the backward too: {_BREAKS}"
+            f"expected every rank to run {kind.title} in lane {self._index}, epoch {epoch}, got {theirs} "
+            f"from peer {peer} while rank {self._memory.rank} runs {_named(kind, own)}. Every rank must run "
+            f"every exchange in the same order, in the backward too: {_BREAKS}"
         )
+
+
+def _named(kind: Kind, detail: int | None) -> str:
+    """Return an operation's name, with the epoch of the dispatch that it follows."""
+    return f"{kind.title} of dispatch {detail}" if kind.follows and detail is not None else kind.title

@@ -7,7 +7,7 @@ import torch
 
 import symm_a2a
 from symm_a2a import EPConfig, VirtualWorld, exchange
-from symm_a2a.kernels.channel import COPIES_MASK, EPOCH_SHIFT, LABEL_MASK, LABEL_SHIFT, Kind
+from symm_a2a.kernels.channel import DETAIL_MASK, EPOCH_SHIFT, KIND_MASK, KIND_SHIFT, Cell, Kind
 from symm_a2a.kernels.count import count, new_sums
 from symm_a2a.testing import OpGuard
 
@@ -39,19 +39,61 @@ def combine(lanes, done):
         exchange.join_combine(lane, y, d.routing)
 
 
+def fields(word):
+    return word >> EPOCH_SHIFT, Kind(word >> KIND_SHIFT & KIND_MASK), word & DETAIL_MASK
+
+
 def test_a_ready_word_names_epoch_dispatch_kind_and_copies(lanes):
-    for n in range(1, 19):
+    for n in range(1, 4):
         done = dispatch(lanes)
         for receiver in range(W):
             for sender in range(W):
                 word = int(lanes[receiver].channel.local["scatter_ready"][sender])
-                label = (word >> LABEL_SHIFT) & LABEL_MASK
-                assert word >> EPOCH_SHIFT == n
-                assert (label >> 3, label & 7) == (n % 16, Kind.DISPATCH)
-                assert word & COPIES_MASK == int(done[sender].routing.tally[receiver])
+                copies = int(done[sender].routing.tally[receiver])
+                assert fields(word) == (n, Kind.DISPATCH, copies)
     combine(lanes, done)
-    word = int(lanes[0].channel.local["gather_ready"][1])
-    assert (word >> EPOCH_SHIFT, (word >> LABEL_SHIFT) & LABEL_MASK) == (1, (18 % 16) << 3 | Kind.COMBINE)
+    assert fields(int(lanes[0].channel.local["gather_ready"][1])) == (1, Kind.COMBINE, 3)
+
+
+def test_words_hold_what_a_lane_counts_in_years(lanes):
+    passed = (1 << 36) + (1 << 31) + (1 << 23) + 5
+    for lane in lanes:
+        lane.channel.state[[Cell.SCATTER_LAUNCHED, Cell.SCATTER_JOINED]] = passed
+        lane.channel.local["scatter_free"].fill_(passed << EPOCH_SHIFT)
+    done = dispatch(lanes)
+    combine(lanes, done)
+    assert fields(int(lanes[0].channel.local["scatter_ready"][1]))[:2] == (passed + 1, Kind.DISPATCH)
+    assert fields(int(lanes[0].channel.local["gather_ready"][1])) == (1, Kind.COMBINE, 6)
+
+
+@pytest.mark.parametrize("operation", ["combine", "dispatch_backward", "combine_backward", "dispatch_again"])
+def test_one_operation_of_two_dispatches_is_told_apart_however_far_they_are(lanes, operation):
+    first = dispatch(lanes)
+    for _ in range(15):
+        dispatch(lanes)
+    last = dispatch(lanes)  # sixteen later
+    launches = getattr(exchange, f"launch_{operation}")
+    rows = torch.ones(T, D) if operation in ("combine_backward", "dispatch_again") else last[0].rows_RD
+    scores = (None,) if operation == "dispatch_backward" else ()
+    for rank, done in enumerate((first, last)):
+        launches(lanes[rank], rows, *scores, done[rank].routing)
+    for rank, done in enumerate((first, last)):
+        y, routing = done[rank].rows_RD, done[rank].routing
+        joins = {
+            "combine": lambda lane, y, routing: exchange.join_combine(lane, y, routing),
+            "dispatch_backward": lambda lane, y, routing: exchange.join_dispatch_backward(lane, y, routing),
+            "combine_backward": lambda lane, y, routing: exchange.join_combine_backward(lane, y, routing, 1),
+            "dispatch_again": lambda lane, y, routing: exchange.join_dispatch_again(
+                lane, rows, routing, len(y), 1
+            ),
+        }
+        with pytest.raises(symm_a2a.ExchangeMismatchError) as caught:
+            joins[operation](lanes[rank], y, routing)
+        title = operation.replace("_", " ")
+        mine, theirs = (1, 17) if rank == 0 else (17, 1)
+        message = str(caught.value)
+        assert f"got {title} of dispatch {theirs} from peer {1 - rank}" in message
+        assert f"while rank {rank} runs {title} of dispatch {mine}. " in message
 
 
 @pytest.mark.parametrize(
@@ -171,7 +213,7 @@ def test_another_exchange_than_the_peers_is_an_error_on_both_sides(lanes, mine, 
         with pytest.raises(symm_a2a.ExchangeMismatchError) as caught:
             finish(rank, own, flying[rank])
         message = str(caught.value)
-        assert f"to run {own} in lane 0, epoch 3, got {other} (of dispatch" in message
+        assert f"to run {own} in lane 0, epoch 3, got {other}" in message
         assert f"from peer {1 - rank} while rank {rank}" in message
 
 

@@ -15,7 +15,6 @@ from symm_a2a.kernels.flags import (
     agreed,
     flag_words,
     healthy,
-    label_of,
     publish,
     reached,
     report,
@@ -43,7 +42,7 @@ def _barrier_kernel(
         epoch = tl.load(state_ptr + _LAUNCHED) + 1
         free = wait(free_ptr, abort_ptr, state_ptr, epoch - 1, polls, W, W_PAD)
         if reached(free, epoch - 1, W, W_PAD) & healthy(state_ptr):
-            words = flag_words(epoch, label_of(epoch, KIND), W_PAD)
+            words = flag_words(epoch, KIND, 0, W_PAD)
             if not HAS_COUNTS:
                 # A peer that dispatches, and waits for counts, must find another kind there.
                 publish(peers_ptr, COUNTS_READY, rank, words, W, W_PAD)
@@ -54,10 +53,9 @@ def _barrier_kernel(
             report(state_ptr, status_ptr, free, epoch - 1, 0, KIND, WAIT_CREDIT, W, W_PAD)
     if LEAVE:
         here = tl.load(state_ptr + _JOINED) + 1
-        label = label_of(here, KIND)
         ready = wait(ready_ptr, abort_ptr, state_ptr, here, polls, W, W_PAD)
-        if agreed(ready, here, label, W, W_PAD) == 0:
-            report(state_ptr, status_ptr, ready, here, label, KIND, WAIT_COPIES, W, W_PAD)
+        if agreed(ready, here, KIND, W, W_PAD) == 0:
+            report(state_ptr, status_ptr, ready, here, 0, KIND, WAIT_COPIES, W, W_PAD)
         if HAS_COUNTS:
             placed_alike(ledger_ptr, counts_ptr, state_ptr, status_ptr, here, KIND, E, W, W_PAD)
         if healthy(state_ptr):
@@ -67,7 +65,7 @@ def _barrier_kernel(
                     counts = tl.load(counts_ptr + i + i // E * (W + 1), mask=i < W * E, other=0)
                     tl.store(counts_out_ptr + i, counts, mask=i < W * E)
             tl.store(state_ptr + _JOINED, here)
-            publish(peers_ptr, FREE, rank, flag_words(here, 0, W_PAD), W, W_PAD)
+            publish(peers_ptr, FREE, rank, flag_words(here, 0, 0, W_PAD), W, W_PAD)
 
 
 def barrier(
@@ -95,11 +93,11 @@ def barrier(
         >>> channels = [d.arena.lanes[0].channel for d in world.dispatchers]
         >>> for channel in channels:
         ...     barrier(channel, None, arrive=True, leave=False)
-        >>> [int(word) >> 30 for word in channels[0].local["scatter_ready"]]
+        >>> [int(word) >> 26 for word in channels[0].local["scatter_ready"]]
         [1, 1]
         >>> for channel in channels:
         ...     barrier(channel, None, arrive=False, leave=True)
-        >>> [int(word) >> 30 for word in channels[0].local["scatter_free"]]
+        >>> [int(word) >> 26 for word in channels[0].local["scatter_free"]]
         [1, 1]
     """
     layout = channel.layout

@@ -44,6 +44,11 @@ class Kind(IntEnum):
         return self < Kind.BARRIER
 
     @property
+    def follows(self) -> bool:
+        """Whether it belongs to a dispatch before it."""
+        return self.moves_rows and self != Kind.DISPATCH
+
+    @property
     def direction(self) -> str:
         """Whose flags it raises: "scatter" or "gather", as the regions are named."""
         return "scatter" if self.scatters else "gather"
@@ -97,12 +102,12 @@ class Report(IntEnum):
     """Places in a lane's `status`: int64, readable by the host at any time.
 
     `FAILURE` is `kind << 4 | wait`, written last. From `WORDS` on stand the `W` flag words
-    as they were seen, or the marks of the placements.
+    as they were seen, or the marks of the placements; `OWN` is the detail of this rank's word, or its mark.
     """
 
     FAILURE = 0
     EPOCH = 1
-    LABEL = 2
+    OWN = 2
     OVERFLOW_ROWS = 3
     INVALID_IDS = 4
     WORDS = 8
@@ -133,12 +138,12 @@ class HostCounts:
 REGISTERS = 65536
 """32-bit registers of a multiprocessor."""
 
-# A flag word is `epoch << 30 | label << 23 | copies`, with
-# `label = (dispatch epoch mod 16) << 3 | kind`; free and counts flags have only the epoch.
-EPOCH_SHIFT = 30
-LABEL_SHIFT = 23
-LABEL_MASK = 127
-COPIES_MASK = (1 << 23) - 1
+# A flag word is `epoch << 26 | kind << 23 | detail`. The detail of a dispatch is its copies for the peer;
+# of what follows a dispatch, that one's epoch modulo 2**23; else 0. Free flags have only the epoch.
+EPOCH_SHIFT = 26
+KIND_SHIFT = 23
+KIND_MASK = 7
+DETAIL_MASK = (1 << 23) - 1
 
 
 @dataclass(frozen=True)

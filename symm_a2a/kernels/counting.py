@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from symm_a2a.kernels.channel import Cell, Report
-from symm_a2a.kernels.flags import WAIT_PLACEMENT, flag_words, label_of, publish, report
+from symm_a2a.kernels.flags import WAIT_PLACEMENT, flag_words, publish, report
 
 _COUNTED = tl.constexpr(int(Cell.COUNTED))
 _INVALID_IDS = tl.constexpr(int(Report.INVALID_IDS))
@@ -75,7 +75,7 @@ def send_counts(
     )
     mark = tl.load(ledger_ptr + 1).to(tl.int32)
     tl.store(section + E + W, tl.broadcast_to(mark, (W_PAD,)), mask=w < W)
-    publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, label_of(epoch, KIND), W_PAD), W, W_PAD)
+    publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, KIND, 0, W_PAD), W, W_PAD)
     tl.store(state_ptr + _COUNTED, epoch)
 
 

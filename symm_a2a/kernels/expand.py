@@ -8,7 +8,7 @@ from symm_a2a.kernels.addresses import copies_in_turn
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind, Report
 from symm_a2a.kernels.counting import placed_alike
-from symm_a2a.kernels.flags import copies_in, label_of
+from symm_a2a.kernels.flags import detail_of
 from symm_a2a.kernels.gaps import expert_starts, zero_gaps
 from symm_a2a.kernels.phases import may_join, release_sections
 from symm_a2a.kernels.unpack import unpack_copies
@@ -107,12 +107,11 @@ def _expand_kernel(
     w = tl.arange(0, W_PAD)
     e = tl.arange(0, L_PAD)
     epoch = tl.load(state_ptr + _JOINED) + 1
-    label = label_of(epoch, _KIND)
-    words, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, label, _KIND, W, W_PAD)
+    words, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, 0, _KIND, W, W_PAD)
     if here:
         here = placed_alike(ledger_ptr, counts_ptr, state_ptr, status_ptr, epoch, _KIND, E, W, W_PAD)
     if here:
-        received = copies_in(words)
+        received = detail_of(words).to(tl.int32)
         counts = tl.load(
             counts_ptr + w[:, None] * (E + W + 1) + rank * L + e[None, :],
             mask=(w < W)[:, None] & (e < L)[None, :], other=0,

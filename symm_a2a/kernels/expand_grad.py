@@ -7,7 +7,7 @@ import triton.language as tl
 from symm_a2a.kernels.addresses import copies_in_turn, slots_of
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
-from symm_a2a.kernels.flags import label_of
+from symm_a2a.kernels.flags import dispatch_in
 from symm_a2a.kernels.gaps import zero_gaps
 from symm_a2a.kernels.phases import may_join, release_sections
 from symm_a2a.kernels.rounding import narrow, widen
@@ -56,8 +56,8 @@ def _expand_grad_kernel(
     w = tl.arange(0, W_PAD)
     score_dtype = score_of_copy_ptr.dtype.element_ty
     epoch = tl.load(state_ptr + _JOINED) + 1
-    label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), _KIND)
-    _, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, label, _KIND, W, W_PAD)
+    follows = dispatch_in(tally_ptr, 2 * W + L)
+    _, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, follows, _KIND, W, W_PAD)
     if here:
         received = tl.load(tally_ptr + W + w, mask=w < W, other=0)
         for first in tl.range(program * BLOCK_R, tl.max(received, 0) * W, programs * BLOCK_R):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
-from symm_a2a.kernels.flags import label_of
+from symm_a2a.kernels.flags import dispatch_in
 from symm_a2a.kernels.phases import may_join, release_sections
 from symm_a2a.kernels.rounding import narrow, widen
 
@@ -36,8 +36,8 @@ def _finish_kernel(
     k = tl.arange(0, K_PAD)
     score_dtype = scores_ptr.dtype.element_ty
     epoch = tl.load(state_ptr + _JOINED) + 1
-    label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), KIND)
-    _, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, label, KIND, W, W_PAD)
+    follows = dispatch_in(tally_ptr, 2 * W + L)
+    _, here = may_join(ready_ptr, state_ptr, status_ptr, epoch, follows, KIND, W, W_PAD)
     if here:
         for block in tl.range(program, (T + BLOCK_R - 1) // BLOCK_R, tl.num_programs(0)):
             t = block * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -9,21 +9,21 @@ import triton
 import triton.language as tl
 
 from symm_a2a.kernels.channel import (
-    COPIES_MASK,
+    DETAIL_MASK,
     EPOCH_SHIFT,
-    LABEL_SHIFT,
+    KIND_SHIFT,
     Cell,
     Report,
     Wait,
 )
 
 _EPOCH_SHIFT = tl.constexpr(EPOCH_SHIFT)
-_LABEL_SHIFT = tl.constexpr(LABEL_SHIFT)
-_COPIES_MASK = tl.constexpr(COPIES_MASK)
+_KIND_SHIFT = tl.constexpr(KIND_SHIFT)
+_DETAIL_MASK = tl.constexpr(DETAIL_MASK)
 _FAILED = tl.constexpr(int(Cell.FAILED))
 _FAILURE = tl.constexpr(int(Report.FAILURE))
 _EPOCH = tl.constexpr(int(Report.EPOCH))
-_LABEL = tl.constexpr(int(Report.LABEL))
+_OWN = tl.constexpr(int(Report.OWN))
 _WORDS = tl.constexpr(int(Report.WORDS))
 WAIT_COPIES = tl.constexpr(int(Wait.COPIES))
 WAIT_CREDIT = tl.constexpr(int(Wait.CREDIT))
@@ -32,25 +32,25 @@ WAIT_PLACEMENT = tl.constexpr(int(Wait.PLACEMENT))
 
 
 @triton.jit
-def label_of(dispatch_epoch, KIND: tl.constexpr):
-    """Seven bits that name an exchange: the dispatch it belongs to, modulo 16, and its kind.
+def dispatch_in(tally_ptr, EPOCH: tl.constexpr):
+    """The dispatch that a tally is of, for the words of what follows it: its epoch modulo 2**23, int64."""
+    return tl.load(tally_ptr + EPOCH).to(tl.int64) & _DETAIL_MASK
 
-    Example: dispatch epoch 18, kind 1 (combine): `(18 mod 16) << 3 | 1 = 17`.
+
+@triton.jit
+def flag_words(epoch, KIND: tl.constexpr, detail, W_PAD: tl.constexpr):
+    """Words for all peers: `epoch << 26 | kind << 23 | detail`, int64.
+
+    Example: epoch 2, kind 1 (combine), of the dispatch of epoch 3: `2 << 26 | 1 << 23 | 3`.
     """
-    return ((dispatch_epoch & 15) << 3) | KIND
-
-
-@triton.jit
-def flag_words(epoch, label, W_PAD: tl.constexpr):
-    """Words for all peers: `epoch << 30 | label << 23`, int64; ready words add their copies."""
     zero = tl.full((W_PAD,), 0, tl.int64)
-    return ((zero + epoch) << _EPOCH_SHIFT) | ((zero + label) << _LABEL_SHIFT)
+    return ((zero + epoch) << _EPOCH_SHIFT) | ((zero + KIND) << _KIND_SHIFT) | detail
 
 
 @triton.jit
-def copies_in(words):
-    """The number of copies that ready words announce, int32."""
-    return (words & _COPIES_MASK).to(tl.int32)
+def detail_of(words):
+    """What words end in, int64."""
+    return words & _DETAIL_MASK
 
 
 @triton.jit
@@ -101,17 +101,16 @@ def reached(words, epoch, W: tl.constexpr, W_PAD: tl.constexpr):
 
 
 @triton.jit
-def agreed(words, epoch, label, W: tl.constexpr, W_PAD: tl.constexpr):
-    """Whether every word is of this epoch and announces this very exchange."""
+def agreed(words, epoch, KIND: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr):
+    """Whether every word is of this epoch and this kind."""
     peer = tl.arange(0, W_PAD)
-    expected = (epoch << (_EPOCH_SHIFT - _LABEL_SHIFT)) | label
-    same = (words >> _LABEL_SHIFT) == expected
+    same = (words >> _KIND_SHIFT) == ((epoch << (_EPOCH_SHIFT - _KIND_SHIFT)) | KIND)
     return tl.min(tl.where(peer < W, same, True).to(tl.int32), 0) != 0
 
 
 @triton.jit
 def report(
-    state_ptr, status_ptr, words, epoch, label,
+    state_ptr, status_ptr, words, epoch, own,
     KIND: tl.constexpr, WAIT: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
 ):  # fmt: skip
     """Fail the lane: later kernels do nothing, and the host learns what was seen.
@@ -121,7 +120,7 @@ def report(
     if tl.atomic_xchg(state_ptr + _FAILED, 1, sem="relaxed", scope="gpu") == 0:
         peer = tl.arange(0, W_PAD)
         tl.store(status_ptr + _EPOCH, epoch)
-        tl.store(status_ptr + _LABEL, label)
+        tl.store(status_ptr + _OWN, own)
         tl.store(status_ptr + _WORDS + peer, words, mask=peer < W)
         tl.debug_barrier()
         tl.atomic_xchg(status_ptr + _FAILURE, KIND * 16 + WAIT, sem="release", scope="sys")

@@ -9,7 +9,7 @@ import triton.language as tl
 from symm_a2a.kernels.addresses import copies_in_turn, peer_regions, slots_of
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
-from symm_a2a.kernels.flags import healthy, label_of, last_program
+from symm_a2a.kernels.flags import dispatch_in, healthy, last_program
 from symm_a2a.kernels.phases import announce, may_launch
 from symm_a2a.kernels.rounding import narrow, widen
 
@@ -89,10 +89,10 @@ def _gather_kernel(
                     tl.store(scores[:, None] + target[:, None] * K + k[None, :], grad, mask=mask)
     if last_program(state_ptr + _DONE):
         if healthy(state_ptr):
-            label = label_of(tl.load(tally_ptr + 2 * W + L).to(tl.int64), KIND)
+            follows = dispatch_in(tally_ptr, 2 * W + L)
             copies = tl.load(tally_ptr + W + w, mask=w < W, other=0).to(tl.int64)
             announce(
-                peers_ptr, ready_ptr, abort_ptr, state_ptr, status_ptr, rank, epoch, label, copies, polls,
+                peers_ptr, ready_ptr, abort_ptr, state_ptr, status_ptr, rank, epoch, follows, copies, polls,
                 READY, _LAUNCHED, SPINS, KIND, W, W_PAD,
             )  # fmt: skip
 

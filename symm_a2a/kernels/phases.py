@@ -3,12 +3,13 @@
 import triton
 import triton.language as tl
 
-from symm_a2a.kernels.channel import Cell
+from symm_a2a.kernels.channel import Cell, Kind
 from symm_a2a.kernels.flags import (
     WAIT_COPIES,
     WAIT_CREDIT,
     acquire,
     agreed,
+    detail_of,
     flag_words,
     healthy,
     last_program,
@@ -18,6 +19,7 @@ from symm_a2a.kernels.flags import (
     wait,
 )
 
+_DISPATCH = tl.constexpr(int(Kind.DISPATCH))
 _EXCHANGES = tl.constexpr(int(Cell.EXCHANGES))
 _COPIES = tl.constexpr(int(Cell.COPIES))
 
@@ -36,12 +38,12 @@ def may_launch(
 
 @triton.jit
 def announce(
-    peers_ptr, ready_ptr, abort_ptr, state_ptr, status_ptr, rank, epoch, label, copies, polls,
+    peers_ptr, ready_ptr, abort_ptr, state_ptr, status_ptr, rank, epoch, detail, copies, polls,
     READY: tl.constexpr, LAUNCHED: tl.constexpr, SPINS: tl.constexpr, KIND: tl.constexpr,
     W: tl.constexpr, W_PAD: tl.constexpr,
 ):  # fmt: skip
     """End a launch, in its last program: publish, and with `SPINS` wait until every peer has."""
-    publish(peers_ptr, READY, rank, flag_words(epoch, label, W_PAD) | copies, W, W_PAD)
+    publish(peers_ptr, READY, rank, flag_words(epoch, KIND, detail, W_PAD), W, W_PAD)
     tl.store(state_ptr + LAUNCHED, epoch)
     peer = tl.arange(0, W_PAD)
     sent_ptr = state_ptr + _COPIES + KIND * W + peer
@@ -50,19 +52,26 @@ def announce(
     if SPINS:
         words = wait(ready_ptr, abort_ptr, state_ptr, epoch, polls, W, W_PAD)
         if reached(words, epoch, W, W_PAD) == 0:
-            report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
+            report(state_ptr, status_ptr, words, epoch, 0, KIND, WAIT_COPIES, W, W_PAD)
 
 
 @triton.jit
 def may_join(
-    ready_ptr, state_ptr, status_ptr, epoch, label,
+    ready_ptr, state_ptr, status_ptr, epoch, follows,
     KIND: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The ready words, and whether all are of this exchange; reports the lane where not."""
+    """The ready words, and whether all are of this exchange; reports the lane where not.
+
+    `follows` is the dispatch that the exchange belongs to, see `dispatch_in`; a dispatch follows none.
+    """
     words = acquire(ready_ptr, W, W_PAD)
-    here = agreed(words, epoch, label, W, W_PAD)
+    here = agreed(words, epoch, KIND, W, W_PAD)
+    if KIND != _DISPATCH:
+        peer = tl.arange(0, W_PAD)
+        other = (peer < W) & (detail_of(words) != follows)
+        here = here & (tl.max(other.to(tl.int32), 0) == 0)
     if here == 0:
-        report(state_ptr, status_ptr, words, epoch, label, KIND, WAIT_COPIES, W, W_PAD)
+        report(state_ptr, status_ptr, words, epoch, follows, KIND, WAIT_COPIES, W, W_PAD)
     return words, here & healthy(state_ptr)
 
 
@@ -75,4 +84,4 @@ def release_sections(
     if last_program(state_ptr + DONE):
         if healthy(state_ptr):
             tl.store(state_ptr + JOINED, epoch)
-            publish(peers_ptr, FREE, rank, flag_words(epoch, 0, W_PAD), W, W_PAD)
+            publish(peers_ptr, FREE, rank, flag_words(epoch, 0, 0, W_PAD), W, W_PAD)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
-from symm_a2a.kernels.flags import WAIT_COUNTS, agreed, label_of, report, wait
+from symm_a2a.kernels.flags import WAIT_COUNTS, agreed, report, wait
 from symm_a2a.kernels.gaps import expert_starts
 
 _COUNTED = tl.constexpr(int(Cell.COUNTED))
@@ -30,9 +30,8 @@ def _row_count_kernel(
     w = tl.arange(0, W_PAD)
     e = tl.arange(0, L_PAD)
     epoch = tl.load(state_ptr + _COUNTED)
-    label = label_of(epoch, _KIND)
     words = wait(ready_ptr, abort_ptr, state_ptr, epoch, polls, W, W_PAD)
-    if agreed(words, epoch, label, W, W_PAD):
+    if agreed(words, epoch, _KIND, W, W_PAD):
         counts = tl.load(
             counts_ptr + w[:, None] * (E + W + 1) + rank * L + e[None, :],
             mask=(w < W)[:, None] & (e < L)[None, :], other=0,
@@ -41,7 +40,7 @@ def _row_count_kernel(
         tl.store(rows_ptr, tl.sum(sizes, 0).to(tl.int64))
     else:
         tl.store(rows_ptr, -1)
-        report(state_ptr, status_ptr, words, epoch, label, _KIND, WAIT_COUNTS, W, W_PAD)
+        report(state_ptr, status_ptr, words, epoch, 0, _KIND, WAIT_COUNTS, W, W_PAD)
 
 
 def row_count(channel: Channel, rows: torch.Tensor, pad_multiple: int) -> None:

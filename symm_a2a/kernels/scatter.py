@@ -10,7 +10,7 @@ from symm_a2a.kernels.addresses import peer_regions
 from symm_a2a.kernels.blocks import SMALL_TOKENS, padded
 from symm_a2a.kernels.channel import Cell, Channel, Kind
 from symm_a2a.kernels.counting import count_tokens, send_counts
-from symm_a2a.kernels.flags import flag_words, healthy, label_of, last_program, publish
+from symm_a2a.kernels.flags import dispatch_in, flag_words, healthy, last_program, publish
 from symm_a2a.kernels.phases import announce, may_launch
 
 _DONE = tl.constexpr(int(Cell.DONE_SCATTER))
@@ -158,7 +158,6 @@ def _scatter_kernel(
     w = tl.arange(0, W_PAD)
     epoch = tl.load(state_ptr + _LAUNCHED) + 1
     if PLACE:
-        dispatch_epoch = epoch
         if COUNTS_TOO:
             ok = may_launch(free_ptr, state_ptr, status_ptr, epoch, KIND, W, W_PAD)
             ahead = tl.minimum(begin * BLOCK_T, T)
@@ -181,7 +180,6 @@ def _scatter_kernel(
             peer_base = _sums_before(peer_sums_ptr, begin, w, W, BLOCK_S)
     else:
         ok = may_launch(free_ptr, state_ptr, status_ptr, epoch, KIND, W, W_PAD)
-        dispatch_epoch = tl.load(tally_ptr + EPOCH).to(tl.int64)
     if ok:
         for block in tl.range(begin, end):
             if PLACE:
@@ -209,13 +207,14 @@ def _scatter_kernel(
             )  # fmt: skip
     if last_program(state_ptr + _DONE):
         if healthy(state_ptr):
-            label = label_of(dispatch_epoch, KIND)
             copies = tl.load(tally_ptr + w, mask=w < W, other=0).to(tl.int64)
+            detail = copies
             if not PLACE:
+                detail = copies * 0 + dispatch_in(tally_ptr, EPOCH)
                 # A peer that dispatches, and waits for counts, must find another kind there.
-                publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, label, W_PAD), W, W_PAD)
+                publish(peers_ptr, COUNTS_READY, rank, flag_words(epoch, KIND, detail, W_PAD), W, W_PAD)
             announce(
-                peers_ptr, ready_ptr, abort_ptr, state_ptr, status_ptr, rank, epoch, label, copies, polls,
+                peers_ptr, ready_ptr, abort_ptr, state_ptr, status_ptr, rank, epoch, detail, copies, polls,
                 READY, _LAUNCHED, SPINS, KIND, W, W_PAD,
             )  # fmt: skip
 

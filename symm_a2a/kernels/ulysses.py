@@ -39,7 +39,7 @@ CARD_WORDS = 2
 
 
 class Kind(IntEnum):
-    """What is exchanged; the label in a ready word. A growth moves nothing, and shows the card alone."""
+    """What is exchanged; as in a ready word. A growth moves nothing, and shows the card alone."""
 
     SEQ_TO_HEAD = 0
     HEAD_TO_SEQ = 1

@@ -83,7 +83,7 @@ def _send_heads_kernel(
             tl.store(card + 1, tl.full((W_PAD,), 0, tl.int64) + card1, mask=w < W)
             announce(
                 peers_ptr, ready_ptr + turn * W, abort_ptr, state_ptr, status_ptr, turn * W + rank,
-                epoch, KIND, tl.full((W_PAD,), 0, tl.int64) + rows, polls,
+                epoch, 0, rows.to(tl.int64), polls,
                 READY, _EPOCH, SPINS, KIND, W, W_PAD,
             )  # fmt: skip
 
