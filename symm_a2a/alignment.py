@@ -38,8 +38,8 @@ def align_blocks(
     brought, expert by expert, the ids are `arange(L).repeat_interleave(tokens_per_expert_L)`.
 
     Args:
-        topk_ids: int32 or int64 of any shape, N elements: the expert of each slot, or -1 for none, and then
-            the slot is left out.
+        topk_ids: int32 or int64 of any shape, N elements: the expert of each slot. Slots of ids
+            outside `[0, E)` are left out, as -1 is.
         num_experts: E.
         block_size: slots of a block, any positive number.
         expert_map_E: int32 `(E,)`, the number of each expert on this rank, -1 for one that is elsewhere: its

@@ -216,11 +216,8 @@ def create_arena(
         device = torch.device("cuda", torch.cuda.current_device())
     if group is not None:
         # First of all, so that an error that only some ranks would make reaches every rank.
-        mark = None if cfg.placement is None else cfg.placement.mark
         require_agreement(
-            group,
-            "configuration",
-            f"{cfg} placement={mark} backend={backend} device={device.type} link={link}",
+            group, "configuration", f"{cfg.mark} backend={backend} device={device.type} link={link}"
         )
     layout = cfg.layout(1 if group is None else dist.get_world_size(group))
     memory = create_memory(layout.nbytes, device, group, backend, cfg.num_lanes, link)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -34,7 +35,8 @@ class EPConfig:
             double buffer.
         capacity: rows a rank can receive. `"exact"` allocates what arrived, for one read
             of the row count by the host; an `int`, a multiple of `pad_multiple`, allocates
-            that many rows and never makes the host wait. So does a `float`, the capacity factor:
+            that many rows (1 is one row, 1.0 the mean) and never makes the host wait. So does
+            a `float`, the capacity factor:
             that many times `max_tokens_per_rank * top_k`, the mean over ranks that are full,
             and what padding can add; `capacity_rows` says how many.
         pad_multiple: each expert's rows start at a multiple of this many rows and are
@@ -85,6 +87,8 @@ class EPConfig:
         self._check_capacity(self.capacity)
         if self.overflow not in ("raise", "drop"):
             raise ConfigError(f'expected overflow to be "raise" or "drop", got {self.overflow!r}')
+        if not isinstance(self.placement, (Placement, type(None))):
+            raise ConfigError(f"expected placement to be a Placement, got {self.placement!r}")
         if self.placement is not None and self.placement.num_experts != self.num_experts:
             raise ConfigError(
                 f"expected a placement of num_experts = {self.num_experts}, got one of "
@@ -93,6 +97,11 @@ class EPConfig:
         number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
         if not number or not 0 < self.timeout < math.inf:
             raise ConfigError(f"expected timeout to be a positive number of seconds, got {self.timeout!r}")
+
+    @property
+    def mark(self) -> str:
+        """What ranks compare: all that must be equal on them, the placement by its own mark."""
+        return f"{self} placement={None if self.placement is None else self.placement.mark}"
 
     def _check_capacity(self, capacity: object) -> None:
         if capacity == "exact":
@@ -115,11 +124,13 @@ class EPConfig:
     def capacity_rows(self, world_size: int) -> int | Literal["exact"]:
         """Return the rows that a dispatch gives in a group of `world_size` ranks, or `"exact"`.
 
-        Of a capacity factor that is `ceil(factor * C * K)`, at most the `W * C * K` that can arrive, plus
-        `pad_multiple - 1` for each local expert, up to the next multiple of `pad_multiple`.
+        Of a capacity factor that is `ceil(factor * C * K)`, with the factor as it is written, at most the
+        `W * C * K` that can arrive, plus `pad_multiple - 1` for each local expert, up to the next multiple of
+        `pad_multiple`.
 
         Raises:
-            ConfigError: a factor makes more rows than 32-bit indices can address.
+            ConfigError: a factor for sizes that do not fit the ranks, or of more rows than 32-bit indices can
+                address.
 
         Example:
             >>> sizes = dict(num_experts=4, top_k=2, hidden_dim=8, max_tokens_per_rank=10, pad_multiple=8)
@@ -128,10 +139,11 @@ class EPConfig:
         """
         if not isinstance(self.capacity, float):
             return self.capacity
-        placement, pad = self.placement, self.pad_multiple
-        num_local = self.num_experts // world_size if placement is None else placement.num_local_experts
+        num_local, pad = self._layout(world_size).num_local_experts, self.pad_multiple
         mean = self.max_tokens_per_rank * self.top_k
-        rows = min(math.ceil(self.capacity * mean), world_size * mean) + num_local * (pad - 1)
+        # 1.1 * 100 are 110 rows, of which binary fractions make 111.
+        rows = math.ceil(Fraction(repr(self.capacity)) * mean)
+        rows = min(rows, world_size * mean) + num_local * (pad - 1)
         rows = -(-rows // pad) * pad
         if rows >= MAX_INDEX:
             raise ConfigError(f"expected a capacity factor of fewer than {MAX_INDEX} rows, got {rows}")
@@ -145,12 +157,17 @@ class EPConfig:
                 ranks, or a size, or the rows of a capacity factor, exceed what the device's 32-bit indices
                 can address.
         """
+        layout = self._layout(world_size)
+        self.capacity_rows(world_size)
+        return layout
+
+    def _layout(self, world_size: int) -> ArenaLayout:
         placement = self.placement
         if placement is not None and placement.world_size != world_size:
             raise ConfigError(
                 f"expected a placement for {world_size} ranks, got one for {placement.world_size}"
             )
-        layout = ArenaLayout(
+        return ArenaLayout(
             world_size=world_size,
             num_experts=self.num_experts if placement is None else placement.num_places,
             top_k=self.top_k,
@@ -159,8 +176,6 @@ class EPConfig:
             dtype=self.dtype,
             num_lanes=self.num_lanes,
         )
-        self.capacity_rows(world_size)
-        return layout
 
     def symmetric_bytes(self, world_size: int) -> int:
         """Return the symmetric memory one rank will allocate, in bytes, exactly."""

@@ -138,11 +138,10 @@ class SymmTokenDispatcher(ArenaShare):
         del x_TD
         self._require_open()
         self._check_combine(y_RD, handle)
-        out_TD, token = ops.combine(y_RD, *handle.routing, handle.token, handle.lane, handle.pad_multiple)
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            # Without a backward nothing reads the token, and a graph whose rank has no tokens
-            # would drop the exchange; a mutation it cannot drop.
-            self.arena.sink.copy_(token)
+        out_TD, token = ops.combine(
+            y_RD, *handle.routing, self._token(handle), handle.lane, handle.pad_multiple
+        )
+        self._keep(token)
         return out_TD
 
     def dispatch_again(self, x_TD: Tensor, handle: Handle) -> Tensor:
@@ -167,9 +166,11 @@ class SymmTokenDispatcher(ArenaShare):
         """
         self._require_open()
         self._check_again(x_TD, handle)
-        return ops.dispatch_again(
-            x_TD, *handle.routing, handle.token, handle.lane, handle.num_rows, handle.pad_multiple
-        )[0]
+        rows_RD, token = ops.dispatch_again(
+            x_TD, *handle.routing, self._token(handle), handle.lane, handle.num_rows, handle.pad_multiple
+        )
+        self._keep(token)
+        return rows_RD
 
     def dispatch_async(
         self,
@@ -207,7 +208,7 @@ class SymmTokenDispatcher(ArenaShare):
         self._check_combine(y_RD, handle)
         _require_eager("combine_async")
         state = CombineState(self._lane_of(handle), self.arena.anchor.detach(), handle.pad_multiple)
-        flying = start_combine(state, y_RD, handle.routing, handle.token)
+        flying = start_combine(state, y_RD, handle.routing, self._token(handle))
         return PendingCombine(state, flying)
 
     def dispatch_again_async(self, x_TD: Tensor, handle: Handle) -> PendingAgain:
@@ -222,7 +223,7 @@ class SymmTokenDispatcher(ArenaShare):
             self._lane_of(handle), self.arena.anchor.detach(), handle.routing, handle.num_rows,
             handle.pad_multiple,
         )  # fmt: skip
-        return PendingAgain(state, start_again(state, x_TD, handle.token))
+        return PendingAgain(state, start_again(state, x_TD, self._token(handle)))
 
     def barrier(self, *, lane: int | None = None) -> None:
         """Wait until every rank has called this; on a GPU, the device waits. One launch there.
@@ -289,6 +290,22 @@ class SymmTokenDispatcher(ArenaShare):
         self._require_open()
         self._check_again(x_TD, handle)
         self._lane_of(handle).require_idle(Kind.DISPATCH_AGAIN)
+
+    def _token(self, handle: Handle) -> Tensor:
+        """Return what ties an exchange to its dispatch in autograd's graph.
+
+        Of a dispatch without gradients that is the anchor, so that a backward runs on every rank, also where
+        the rows need no gradient.
+        """
+        return handle.token if handle.token.requires_grad else self.arena.anchor
+
+    def _keep(self, token: Tensor) -> None:
+        """Keep a compiler from dropping an exchange whose result a rank does not use, or has no tokens of.
+
+        Without a backward nothing reads the token; a mutation cannot be dropped.
+        """
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            self.arena.sink.copy_(token)
 
     def _check_again(self, x_TD: Tensor, handle: Handle) -> None:
         self._check_handle(handle)

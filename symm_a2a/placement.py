@@ -46,7 +46,7 @@ class Placement:
 
     Raises:
         ConfigError: an expert is missing, twice on one rank, or no id; or shares of another shape, negative,
-            or of which none of an expert's is positive.
+            of no finite sum, or of which none of an expert's is positive.
 
     Example:
         >>> placement = Placement(((0, 3), (1, 2)))
@@ -61,7 +61,13 @@ class Placement:
     prefer_local: bool = False
 
     def __post_init__(self) -> None:
-        experts = tuple(tuple(map(operator.index, mine)) for mine in self.experts_of_rank)
+        try:
+            experts = tuple(tuple(map(operator.index, mine)) for mine in self.experts_of_rank)
+        except TypeError:
+            raise ConfigError(
+                "expected experts_of_rank to have for each rank a sequence of ints, got "
+                f"{self.experts_of_rank!r}"
+            ) from None
         object.__setattr__(self, "experts_of_rank", experts)
         found = sorted(set(itertools.chain(*experts)))
         if not found or found != list(range(len(found))):
@@ -78,8 +84,9 @@ class Placement:
         sizes, expected = [len(mine) for mine in shares], [len(mine) for mine in self.experts_of_rank]
         if sizes != expected:
             raise ConfigError(f"expected a share for each place, {expected} of the ranks, got {sizes}")
-        if not all(0 <= share < float("inf") for share in itertools.chain(*shares)):
-            raise ConfigError(f"expected shares that are not negative, got {shares}")
+        every = list(itertools.chain(*shares))
+        if not (all(share >= 0 for share in every) and sum(every) < float("inf")):
+            raise ConfigError(f"expected shares that are not negative, of a finite sum, got {shares}")
         for expert in range(self.num_experts):
             if not sum(self._shares_of(expert)) > 0:
                 raise ConfigError(f"expected some share of expert {expert} to be positive, got none")

@@ -14,20 +14,21 @@ _ROUNDS = 8
 def rebalance(slots_E: Sequence[float], world_size: int, num_local_experts: int | None = None) -> Placement:
     """Return a placement under which the given loads fall evenly on the ranks, as far as a greedy one can.
 
-    Places beyond one for each expert become replicas, one after another of the expert whose replicas have
-    most to do. Then the replicas go, the heaviest first, each to the rank with the least load so far that has
-    room and not that expert yet. Last, the shares of replicated experts move to where less is to do. The
-    same loads give the same placement on every rank: take them from `stats().load.slots_E`, which is
-    equal everywhere, and not from what one rank's router counted.
+    Places asked for beyond one for each expert become replicas, one after another of the expert whose
+    replicas have most to do. Then the replicas go, the heaviest first, each to the rank with the least load
+    so far that has room and not that expert yet. Last, the shares of replicated experts move to where less is
+    to do. The same loads give the same placement on every rank: take them from `stats().load.slots_E`, which
+    is equal everywhere, and not from what one rank's router counted.
 
     Args:
         slots_E: `(E,)`, the load of each expert, in any unit, not negative.
         world_size: W.
-        num_local_experts: places of each rank; None for as many as the experts need. More than `E / W` are
-            for replicas.
+        num_local_experts: places of each rank, all of them filled: those beyond one for each expert are for
+            replicas. None for as many as the experts need, and no replicas.
 
     Raises:
-        ConfigError: fewer places than experts, more replicas than ranks for every expert, or a negative load.
+        ConfigError: fewer places than experts, more replicas than ranks for every expert, or loads that are
+            negative or have no finite sum.
 
     Example:
         >>> rebalance([8, 1, 1, 6], world_size=2).experts_of_rank
@@ -43,14 +44,17 @@ def rebalance(slots_E: Sequence[float], world_size: int, num_local_experts: int 
     if world_size < 1:
         raise ConfigError(f"expected world_size to be positive, got {world_size}")
     num_local = -(-num_experts // world_size) if num_local_experts is None else num_local_experts
-    if not all(0 <= load < float("inf") for load in loads):
-        raise ConfigError(f"expected loads that are not negative, got {min(loads)} to {max(loads)}")
+    if not (all(load >= 0 for load in loads) and sum(loads) < float("inf")):
+        raise ConfigError(
+            f"expected loads that are not negative, of a finite sum, got {min(loads)} to {max(loads)}"
+        )
     if not num_experts <= world_size * num_local <= world_size * num_experts:
         raise ConfigError(
             f"expected places for {num_experts} experts, at most {num_experts} on a rank, got {num_local} on "
             f"each of {world_size} ranks"
         )
-    replicas = _replicas(loads, world_size, world_size * num_local - num_experts)
+    extra = 0 if num_local_experts is None else world_size * num_local - num_experts
+    replicas = _replicas(loads, world_size, extra)
     ranks = _pack(loads, replicas, world_size, num_local)
     experts = tuple(tuple(sorted(mine)) for mine in ranks)
     return Placement(experts, _level(loads, Placement(experts)))
@@ -68,18 +72,20 @@ def _replicas(loads: list[float], world_size: int, extra: int) -> list[int]:
 def _pack(loads: list[float], replicas: list[int], world_size: int, num_local: int) -> list[set[int]]:
     """Return each rank's experts; heavy replicas first, each to the rank with the least to do.
 
-    An expert is at most once on a rank. So a rank that has as much room as there are experts to come gets
-    one of each, and of those with more replicas fewer ranks are left: they come first.
+    An expert is at most once on a rank. So where all places are to be filled, a rank that has as much room
+    as there are experts to come gets one of each, and of those with more replicas fewer ranks are left: they
+    come first.
     """
     ranks: list[set[int]] = [set() for _ in range(world_size)]
     total = [0.0] * world_size
+    full = sum(replicas) == world_size * num_local
     by_weight = sorted(range(len(loads)), key=lambda e: (-replicas[e], -loads[e] / replicas[e], e))
     for number, expert in enumerate(by_weight):
         to_come = len(loads) - number
         room = [num_local - len(mine) for mine in ranks]
         chosen = sorted(
             (w for w in range(world_size) if room[w]),
-            key=lambda w: (room[w] < to_come, total[w], -room[w], w),
+            key=lambda w: (full and room[w] < to_come, total[w], -room[w], w),
         )[: replicas[expert]]
         for rank in chosen:
             ranks[rank].add(expert)

@@ -14,8 +14,8 @@ COUNT_BYTES = 4
 def copy_metadata_bytes(layout: ArenaLayout, kind: Kind) -> int:
     """Return what goes to a peer with each row besides its contents, in bytes.
 
-    A dispatch sends a header, K records of two words; its backward K score gradients. Each row is
-    padded to a multiple of 16 bytes.
+    A dispatch sends a header, K records of two words; its backward K score gradients; all else, a second
+    dispatch too, nothing. Each row is padded to a multiple of 16 bytes.
     """
     pad = (layout.padded_hidden - layout.hidden_dim) * layout.dtype.itemsize
     return pad + {

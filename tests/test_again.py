@@ -159,6 +159,52 @@ def test_over_processes_compiled_and_checkpointed(how, repeats):
         assert (exchanges["dispatch_again"], exchanges["dispatch_again_backward"]) == (1 + repeats, 1)
 
 
+def needs_gradients_alone(rank, group, how):
+    cfg = CASE.config(dtype=torch.float64, max_tokens_per_rank=8, timeout=20)
+    x, scores, ids = (part[rank] for part in (CASE.xs(torch.float64), CASE.scores(torch.float64), CASE.ids()))
+    with symm_a2a.SymmTokenDispatcher(cfg, group) as dispatcher:
+        with torch.no_grad():
+            rows, _, handle = dispatcher.dispatch(x, scores, ids)
+        again = {
+            "again": lambda t: dispatcher.dispatch_again(t, handle),
+            "again async": lambda t: dispatcher.dispatch_again_async(t, handle).join(),
+            "combine": lambda t: dispatcher.combine(t, handle),
+            "combine async": lambda t: dispatcher.combine_async(t, handle).join(),
+        }[how.removesuffix(" compiled")]
+        if how.endswith("compiled"):
+            again = torch.compile(again, fullgraph=True, backend="aot_eager")
+        given = (x if "again" in how else rows).clone().requires_grad_(rank == 1)
+        again(given).sum().backward()
+        found = dispatcher.stats().exchanges
+        return found["dispatch_again_backward"] + found["combine_backward"]
+
+
+@pytest.mark.parametrize(
+    "how", ["again", "again async", "again compiled", "combine", "combine async", "combine compiled"]
+)
+def test_after_a_dispatch_without_gradients_the_backward_runs_on_every_rank(how):
+    assert run_ranks(needs_gradients_alone, 3, how) == [1] * 3
+
+
+def leaves_unused(rank, group):
+    cfg = CASE.config(dtype=torch.float64, max_tokens_per_rank=8, timeout=20)
+    x, scores, ids = (part[rank] for part in (CASE.xs(torch.float64), CASE.scores(torch.float64), CASE.ids()))
+    with symm_a2a.SymmTokenDispatcher(cfg, group) as dispatcher, torch.no_grad():
+        _, _, handle = dispatcher.dispatch(x, scores, ids)
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def step(x):
+            again = dispatcher.dispatch_again(x, handle)
+            return again if rank == 0 else x
+
+        step(x)
+        return dispatcher.stats().exchanges["dispatch_again"]
+
+
+def test_a_compiler_keeps_a_second_dispatch_that_a_rank_does_not_use():
+    assert run_ranks(leaves_unused, 2) == [1, 1]
+
+
 def disagrees(rank, group):
     cfg = CASE.config(dtype=torch.float64, max_tokens_per_rank=8, timeout=20)
     x, scores, ids = (part[0] for part in (CASE.xs(torch.float64), CASE.scores(torch.float64), CASE.ids()))

@@ -9,6 +9,7 @@ from symm_a2a import reference
 from symm_a2a.baselines import AllGatherTokenDispatcher, AllToAllTokenDispatcher
 from symm_a2a.config import EPConfig
 from symm_a2a.errors import ConfigError, ExpertIdError
+from symm_a2a.placement import Placement
 from symm_a2a.testing import run_ranks
 
 RANKS = 4
@@ -223,6 +224,16 @@ def combine_alone(rank, group, make):
 
 def test_a_combine_with_gradients_of_a_dispatch_without():
     run_ranks(each, RANKS, combine_alone, timeout=30)
+
+
+def placed_otherwise(rank, group, make):
+    placement = Placement.from_ranks([0, 0, 0, 0, 1, 1, 1, 1][:: 1 if rank == 0 else -1], 2)
+    with pytest.raises(ConfigError, match="expected the same configuration on every rank"):
+        make(config(placement=placement), group)
+
+
+def test_placements_that_differ_between_ranks_are_refused():
+    run_ranks(each, 2, placed_otherwise, timeout=30)
 
 
 def several_in_flight(rank, group, make):

@@ -113,3 +113,13 @@ def test_a_rank_alone_has_no_replicas(tmp_path, capsys):
     options = replace(OPTIONS, ranks=1, op=("dispatch",), csv=tmp_path / "a.csv")
     assert command.run(options) == 2
     assert "more than one rank for --placement replicas" in capsys.readouterr().err
+
+
+def test_where_no_backend_has_a_case_nothing_is_written(tmp_path, capsys):
+    csv = tmp_path / "a.csv"
+    csv.write_text("kept")
+    options = replace(OPTIONS, backend=("replicated",), op=("dispatch",), placement=("worst",), csv=csv)
+    assert command.run(options) == 2
+    said = capsys.readouterr().err
+    assert "expected a backend that has one of the cases, got replicated for dispatch olmoe scaled" in said
+    assert csv.read_text() == "kept"

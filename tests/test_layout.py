@@ -124,3 +124,11 @@ def test_a_size_past_the_limits_is_refused_before_anything_is_allocated(changes,
     cfg = config(**changes)
     with pytest.raises(symm_a2a.ConfigError, match=message):
         cfg.symmetric_bytes(world_size)
+
+
+def test_a_capacity_factor_is_taken_as_it_is_written_and_for_ranks_that_fit():
+    cfg = config(capacity=1.1, pad_multiple=1, max_tokens_per_rank=50, top_k=2, num_experts=8)
+    assert cfg.capacity_rows(4) == 110
+    for ranks in (0, -1, 3):
+        with pytest.raises(symm_a2a.ConfigError, match="divisible by the number of ranks"):
+            cfg.capacity_rows(ranks)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,6 +169,9 @@ def test_ids_out_of_range_are_reported_as_such(bad, tokens):
         (((0,), (1,)), {"shares": ((1,), (1, 2))}, r"each place, \[1, 1\] of the ranks, got \[1, 2\]"),
         (((0,), (0,)), {"shares": ((1,), (-1,))}, "shares that are not negative"),
         (((0,), (0,)), {"shares": ((float("nan"),), (1,))}, "shares that are not negative"),
+        (((0,), (0,)), {"shares": ((1e308,), (1e308,))}, "of a finite sum"),
+        ((0, 1), {}, r"for each rank a sequence of ints, got \(0, 1\)"),
+        (((0.5,), (1,)), {}, "a sequence of ints"),
         (((0,), (0,)), {"shares": ((0,), (0,))}, "some share of expert 0 to be positive"),
     ],
 )  # fmt: skip
@@ -180,6 +184,8 @@ def test_configs_that_do_not_fit_the_placement_are_refused():
     placement = Placement(((0,), (1,)))
     with pytest.raises(symm_a2a.ConfigError, match="placement of num_experts = 3, got one of 2 experts"):
         config(placement, num_experts=3)
+    with pytest.raises(symm_a2a.ConfigError, match=r"to be a Placement, got \(\(0,\), \(1,\)\)"):
+        replace(config(placement), placement=((0,), (1,)))
     with pytest.raises(symm_a2a.ConfigError, match="placement for 4 ranks, got one for 2"):
         config(placement).layout(4)
     with pytest.raises(symm_a2a.ConfigError, match=r"ranks in \[0, 2\), got 2"):

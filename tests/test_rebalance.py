@@ -59,6 +59,19 @@ def test_two_ranks_are_packed_nearly_as_well_as_can_be(slots_E):
     assert max(loads_of(rebalance(slots_E, 2), slots_E)) <= best * 7 / 6
 
 
+@settings(max_examples=100)
+@given(problems())
+def test_replicas_are_made_only_where_they_are_asked_for(problem):
+    slots_E, W, _ = problem
+    placement = rebalance(slots_E, W)
+    assert [len(ranks) for ranks in placement.ranks_of_expert] == [1] * len(slots_E)
+    assert placement.num_local_experts <= -(-len(slots_E) // W)
+
+
+def test_an_expert_that_is_as_busy_as_all_others_has_a_rank_to_itself():
+    assert rebalance([9, 3, 3], 2).experts_of_rank == ((0,), (1, 2))
+
+
 def test_replicas_go_to_the_busiest_and_even_out_what_one_rank_cannot():
     slots_E = [90, 10, 10, 10]
     assert max(loads_of(rebalance(slots_E, 2), slots_E)) >= 90
@@ -82,8 +95,9 @@ def test_a_proposal_is_better_than_the_worst_and_the_contiguous_one():
     [
         (([1, 2, 3], 2, 1), "places for 3 experts, at most 3 on a rank, got 1 on each of 2 ranks"),
         (([1, 2, 3], 2, 4), "got 4 on each of 2 ranks"),
-        (([1, -2], 2), "loads that are not negative, got -2.0 to 1.0"),
+        (([1, -2], 2), "not negative, of a finite sum, got -2.0 to 1.0"),
         (([1, float("nan")], 2), "loads that are not negative"),
+        (([1e308, 1e308], 2), "of a finite sum, got 1e"),
         (([], 2), "expected the load of at least one expert"),
         (([1, 2], 0), "expected world_size to be positive, got 0"),
     ],

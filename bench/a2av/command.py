@@ -14,8 +14,8 @@ import triton
 from bench.a2av.cases import Case, Mode, plan
 from bench.a2av.figures import Result, merge
 from bench.a2av.links import link_peak
-from bench.a2av.options import Options
-from bench.a2av.ranks import RankReport, Work, measure_rank
+from bench.a2av.options import PLACED, Options
+from bench.a2av.ranks import RankReport, Work, measure_rank, runs
 from bench.a2av.records import Setting, to_rows, write_csv, write_json
 from bench.a2av.table import format_table, notes
 from bench.dispatchers import DISPATCHERS, DispatcherFactory
@@ -51,6 +51,11 @@ def run(options: Options, factories: Mapping[str, DispatcherFactory] = DISPATCHE
         mode, ranks = _where(options)
         trace = read_trace(options.trace) if options.trace else None
         cases = plan(options, ranks, mode, trace)
+        if not any(runs(name, case) for case in cases for name in options.backend):
+            raise ValueError(
+                f"expected a backend that has one of the cases, got {', '.join(options.backend)} for "
+                f"{', '.join(case.title for case in cases)}; only {', '.join(sorted(PLACED))} have placements"
+            )
         leads = mode == "interpreted" or os.environ["RANK"] == "0"
         if leads:
             prepare(options.csv, options.json)
@@ -99,9 +104,9 @@ def _where(options: Options) -> tuple[Mode, int]:
 
 
 def _run_on_host(work: Work, ranks: int) -> list[list[RankReport]]:
-    runs = len(work.cases) * len(work.options.backend) * (work.iterations + work.warmup + 4)
+    count = len(work.cases) * len(work.options.backend) * (work.iterations + work.warmup + 4)
     with interpreted():
-        return run_ranks(measure_rank, ranks, work, timeout=120 + SECONDS_PER_RUN * runs)
+        return run_ranks(measure_rank, ranks, work, timeout=120 + SECONDS_PER_RUN * count)
 
 
 def _run_under_torchrun(work: Work) -> list[list[RankReport]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from symm_a2a.config import EPConfig
 from symm_a2a.errors import ClosedError, ConfigError, ExpertIdError, InputError, JoinedTwiceError
+from symm_a2a.memory import require_agreement
 from symm_a2a.placement import Placement, look_up
 from symm_a2a.validation import check_combine, check_dispatch
 
@@ -61,7 +62,7 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
     Rows come in the order (expert, origin rank, origin slot), and are ordinary tensors. Every rank of
     the group must make the same calls in the same order, also with zero tokens; in the backward too,
     which autograd sees to if every rank's loss depends on what `combine` gave it. A group of one does
-    not communicate.
+    not communicate. Construction is collective too: ranks compare their configs.
 
     Args:
         cfg: sizes and dtype, equal on every rank; `capacity` must be `"exact"`. With a placement that is not
@@ -72,8 +73,8 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
             (without a group: if there is one), and otherwise the CPU.
 
     Raises:
-        ConfigError: a static capacity; experts that do not divide among the ranks; or a placement for another
-            number of ranks.
+        ConfigError: a static capacity; experts that do not divide among the ranks; a placement for another
+            number of ranks; or the ranks disagree.
     """
 
     handle_type: type[HandleT]
@@ -84,7 +85,7 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Settle on the group and the device; nothing is sent."""
+        """Settle on the group and the device, and agree on the config."""
         if cfg.capacity != "exact":
             raise ConfigError(
                 f'expected capacity="exact", the only one {type(self).__name__} has, got {cfg.capacity!r}'
@@ -96,6 +97,9 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
         self.rank, self.world_size = (
             (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         )
+        if group is not None:
+            # Before what only some ranks may raise.
+            require_agreement(group, "configuration", f"{type(self).__name__}, {cfg.mark}")
         layout = cfg.layout(self.world_size)
         self._num_places, self._places_of_rank = layout.num_experts, layout.num_local_experts
         placement = cfg.placement
