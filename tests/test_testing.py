@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_a2a.errors import InputError, SymmA2AError
+from symm_a2a.errors import InputError, PeerLostError, SymmA2AError
 from symm_a2a.testing import RankError, run_ranks
 
 FOREVER = 1000.0
@@ -128,6 +128,19 @@ def test_a_failure_is_told_with_its_traceback_and_the_others_follow(tmp_path):
     assert isinstance(caught.value, (SymmA2AError, RuntimeError))
     assert len(noted_pids(tmp_path)) == 3
     assert not any(alive(pid) for pid in noted_pids(tmp_path))
+
+
+def lose_a_peer(rank, group):
+    if rank == 0:
+        raise PeerLostError("peer 1 gave up before it took part; its own error says why")
+    time.sleep(0.3)
+    raise ValueError("rank one's own words")
+
+
+def test_who_lost_a_peer_is_told_after_that_peer():
+    with pytest.raises(RankError) as caught:
+        run_ranks(lose_a_peer, 2)
+    assert [failure.rank for failure in caught.value.failures] == [1, 0]
 
 
 def hang_on_one(rank, group, folder):

@@ -20,7 +20,8 @@ class RankError(SymmA2AError, RuntimeError):
 
     Args:
         world_size: how many ranks there were.
-        failures: those that did not return, the first failure first.
+        failures: those that did not return, the first failure first; but those that only lost a peer
+            (`PeerLostError`) last, as a peer's own error may take longer to tell.
     """
 
     def __init__(self, world_size: int, failures: tuple[RankFailure, ...]) -> None:

@@ -37,7 +37,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from symm_a2a.errors import EnvironmentUnsupportedError, InputError
+from symm_a2a.errors import EnvironmentUnsupportedError, InputError, PeerLostError
 from symm_a2a.testing.failures import RankError, RankFailure
 
 Result = TypeVar("Result")
@@ -129,12 +129,14 @@ class _Setup:
 class _Report:
     """What a rank says twice, of its function and of leaving its group: a pickled result, or a text.
 
-    `when` is the system's monotonic clock, which the processes share.
+    `when` is the system's monotonic clock, which the processes share. `peer`: it failed because another rank
+    did, which may be busy with its own report still.
     """
 
     when: float
     failure: bool
     payload: bytes
+    peer: bool = False
 
 
 class _Rank:
@@ -260,11 +262,13 @@ def _collect(ranks: list[_Rank], deadline: float, overdue: str) -> None:
         else:
             for rank in missing:
                 rank.poll()
-    failures = sorted((r.report.when, r.number, r.report) for r in ranks if r.report and r.report.failure)
+    failures = sorted(
+        (r.report.peer, r.report.when, r.number, r.report) for r in ranks if r.report and r.report.failure
+    )
     if failures:
         raise RankError(
             len(ranks),
-            tuple(RankFailure(number, report.payload.decode()) for _, number, report in failures),
+            tuple(RankFailure(number, report.payload.decode()) for _, _, number, report in failures),
         )
 
 
@@ -318,8 +322,8 @@ def _run_rank(number: int, setup: _Setup, call: bytes, pipe: Connection, stacks:
         except Exception as error:
             kind = type(result).__name__
             raise InputError(f"expected a result that pickles, got {kind}: {error}") from error
-    except BaseException:
-        _fail(pipe)
+    except BaseException as error:
+        _fail(pipe, error)
     _send(pipe, False, payload)
     # A rank that left now would close its connections on peers that still use them. An end of file
     # is a release as well: the caller has gone.
@@ -328,20 +332,21 @@ def _run_rank(number: int, setup: _Setup, call: bytes, pipe: Connection, stacks:
     try:
         if dist.is_initialized():
             dist.destroy_process_group()
-    except BaseException:
-        _fail(pipe)
+    except BaseException as error:
+        _fail(pipe, error)
     _send(pipe, False, b"")
 
 
-def _send(pipe: Connection, failure: bool, payload: bytes) -> None:
+def _send(pipe: Connection, failure: bool, payload: bytes, *, peer: bool = False) -> None:
     # The caller may have gone, or given up.
     with contextlib.suppress(OSError):
-        pipe.send_bytes(pickle.dumps(_Report(time.monotonic(), failure, payload)))
+        pipe.send_bytes(pickle.dumps(_Report(time.monotonic(), failure, payload, peer)))
 
 
-def _fail(pipe: Connection) -> NoReturn:
-    """Report the exception being handled, and end at once: peers are to notice."""
-    _send(pipe, True, traceback.format_exc().encode(errors="replace"))
+def _fail(pipe: Connection, error: BaseException) -> NoReturn:
+    """Report an exception, and end at once: peers are to notice."""
+    text = "".join(traceback.format_exception(error))
+    _send(pipe, True, text.encode(errors="replace"), peer=isinstance(error, PeerLostError))
     os._exit(1)
 
 
