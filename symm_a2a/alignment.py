@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from symm_a2a.eager import eager
 from symm_a2a.errors import InputError
 from symm_a2a.kernels import align as kernel
+from symm_a2a.layout import MAX_INDEX
 
 
 class Alignment(NamedTuple):
@@ -26,6 +28,7 @@ class Alignment(NamedTuple):
     padded_total: torch.Tensor
 
 
+@eager
 def align_blocks(
     topk_ids: torch.Tensor,
     num_experts: int,
@@ -61,6 +64,11 @@ def align_blocks(
     for name, value in (("num_experts", num_experts), ("block_size", block_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"expected {name} to be a positive int, got {value!r}")
+    if topk_ids.numel() + num_experts * block_size >= MAX_INDEX:
+        raise InputError(
+            f"expected slots + num_experts * block_size < {MAX_INDEX}, got {topk_ids.numel()} + "
+            f"{num_experts} * {block_size}"
+        )
     if expert_map_E is not None and (
         expert_map_E.shape != (num_experts,)
         or expert_map_E.dtype != torch.int32

@@ -14,7 +14,6 @@ from symm_a2a.config import EPConfig
 from symm_a2a.errors import (
     ClosedError,
     ConfigError,
-    EnvironmentUnsupportedError,
     ExchangeError,
     RecordingError,
 )
@@ -28,6 +27,7 @@ from symm_a2a.memory import (
     create_memory,
     default_device,
     require_agreement,
+    require_device,
 )
 from symm_a2a.placement import Placement
 from symm_a2a.runtime import require_runnable
@@ -209,11 +209,7 @@ def create_arena(
         group = dist.group.WORLD
     if group is not None and dist.get_rank(group) < 0:
         raise ConfigError("expected a member of the group, got a rank that is not in it")
-    device = default_device(group) if device is None else torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentUnsupportedError(f"expected a CUDA device to be there, got none for {device}")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = default_device(group) if device is None else require_device(device)
     if group is not None:
         # First of all, so that an error that only some ranks would make reaches every rank.
         require_agreement(

@@ -14,6 +14,7 @@ from symm_a2a import ops
 from symm_a2a.arena import Arena, create_arena
 from symm_a2a.config import EPConfig
 from symm_a2a.errors import ClosedError, ConfigError, ExchangeError, InputError
+from symm_a2a.exchange import EXACT
 from symm_a2a.handle import Handle
 from symm_a2a.kernels.channel import Kind
 from symm_a2a.lane import Lane
@@ -57,6 +58,8 @@ class ArenaShare:
         self._closed = False
         self._lanes = [ops.enter_lane(lane) for lane in arena.lanes]
         self._ledger = arena.new_ledger(cfg.placement)
+        rows = cfg.capacity_rows(self.world_size)
+        self._capacity = EXACT if rows == "exact" else rows
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:
@@ -145,6 +148,7 @@ class ArenaShare:
         )
 
     def __enter__(self) -> Self:
+        self._require_open()
         return self
 
     def __exit__(

@@ -101,10 +101,11 @@ class EPConfig:
     @property
     def mark(self) -> str:
         """What ranks compare: all that must be equal on them, the placement by its own mark."""
-        return f"{self} placement={None if self.placement is None else self.placement.mark}"
+        placement = None if self.placement is None or self.placement.is_contiguous else self.placement.mark
+        return f"{self} placement={placement}"
 
     def _check_capacity(self, capacity: object) -> None:
-        if capacity == "exact":
+        if isinstance(capacity, str) and capacity == "exact":
             return
         if isinstance(capacity, float) and 0 < capacity < math.inf:
             return
@@ -142,7 +143,7 @@ class EPConfig:
         num_local, pad = self._layout(world_size).num_local_experts, self.pad_multiple
         mean = self.max_tokens_per_rank * self.top_k
         # 1.1 * 100 are 110 rows, of which binary fractions make 111.
-        rows = math.ceil(Fraction(repr(self.capacity)) * mean)
+        rows = math.ceil(Fraction(repr(float(self.capacity))) * mean)
         rows = min(rows, world_size * mean) + num_local * (pad - 1)
         rows = -(-rows // pad) * pad
         if rows >= MAX_INDEX:

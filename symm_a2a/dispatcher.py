@@ -7,8 +7,9 @@ from torch import Tensor
 
 from symm_a2a import ops
 from symm_a2a.arena_share import ArenaShare
-from symm_a2a.errors import EnvironmentUnsupportedError, InputError
-from symm_a2a.exchange import EXACT, Routing, join_barrier, join_counts, launch_barrier, launch_counts
+from symm_a2a.eager import eager
+from symm_a2a.errors import InputError
+from symm_a2a.exchange import Routing, join_barrier, join_counts, launch_barrier, launch_counts
 from symm_a2a.handle import Handle, PendingAgain, PendingCombine, PendingDispatch
 from symm_a2a.kernels.channel import Kind
 from symm_a2a.ops.split import (
@@ -64,11 +65,6 @@ class SymmTokenDispatcher(ArenaShare):
             return self.arena.layout.num_local_experts
         return len(placement.experts_of_rank[self.rank])
 
-    @property
-    def _capacity(self) -> int:
-        rows = self.cfg.capacity_rows(self.world_size)
-        return EXACT if rows == "exact" else rows
-
     def dispatch(
         self,
         x_TD: Tensor,
@@ -115,7 +111,7 @@ class SymmTokenDispatcher(ArenaShare):
             self.world_size, self.arena.layout.num_local_experts, self.cfg.max_tokens_per_rank,
             self._capacity, self.cfg.pad_multiple,
         )  # fmt: skip
-        handle = Handle(Routing(*routing), token, rows_RD.shape[0], self.cfg.pad_multiple, number)
+        handle = Handle(Routing(*routing), [token], rows_RD.shape[0], self.cfg.pad_multiple, number)
         return rows_RD, tokens_per_expert_L[: self.num_local_experts], handle
 
     def combine(self, y_RD: Tensor, handle: Handle, x_TD: Tensor | None = None) -> Tensor:
@@ -170,8 +166,10 @@ class SymmTokenDispatcher(ArenaShare):
             x_TD, *handle.routing, self._token(handle), handle.lane, handle.num_rows, handle.pad_multiple
         )
         self._keep(token)
+        handle.follow(token)
         return rows_RD
 
+    @eager
     def dispatch_async(
         self,
         x_TD: Tensor,
@@ -190,7 +188,6 @@ class SymmTokenDispatcher(ArenaShare):
         self._require_open()
         check_dispatch(self.cfg, self.device, x_TD, scores_TK, topk_ids_TK, num_local_tokens_per_expert_E)
         on, number = self._lane(lane), self._lanes[self._index(lane)]
-        _require_eager("dispatch_async")
         state = DispatchState(
             on, self.arena.anchor, self._capacity, self.cfg.pad_multiple,
             self._ledger.table, self._ledger.card,
@@ -198,6 +195,7 @@ class SymmTokenDispatcher(ArenaShare):
         flying = start_dispatch(state, x_TD, scores_TK.to(on.layout.score_dtype), topk_ids_TK)
         return PendingDispatch(state, flying, number, self.num_local_experts)
 
+    @eager
     def combine_async(self, y_RD: Tensor, handle: Handle, x_TD: Tensor | None = None) -> PendingCombine:
         """Launch a combine; `join` on the result gives what `combine` returns.
 
@@ -206,11 +204,11 @@ class SymmTokenDispatcher(ArenaShare):
         del x_TD
         self._require_open()
         self._check_combine(y_RD, handle)
-        _require_eager("combine_async")
         state = CombineState(self._lane_of(handle), self.arena.anchor.detach(), handle.pad_multiple)
         flying = start_combine(state, y_RD, handle.routing, self._token(handle))
         return PendingCombine(state, flying)
 
+    @eager
     def dispatch_again_async(self, x_TD: Tensor, handle: Handle) -> PendingAgain:
         """Launch a second dispatch; `join` on the result gives what `dispatch_again` returns.
 
@@ -218,13 +216,13 @@ class SymmTokenDispatcher(ArenaShare):
         """
         self._require_open()
         self._check_again(x_TD, handle)
-        _require_eager("dispatch_again_async")
         state = AgainState(
             self._lane_of(handle), self.arena.anchor.detach(), handle.routing, handle.num_rows,
             handle.pad_multiple,
         )  # fmt: skip
-        return PendingAgain(state, start_again(state, x_TD, self._token(handle)))
+        return PendingAgain(state, start_again(state, x_TD, self._token(handle)), handle)
 
+    @eager
     def barrier(self, *, lane: int | None = None) -> None:
         """Wait until every rank has called this; on a GPU, the device waits. One launch there.
 
@@ -238,6 +236,7 @@ class SymmTokenDispatcher(ArenaShare):
         launch_barrier(on)
         join_barrier(on)
 
+    @eager
     def broadcast_counts(self, topk_ids_TK: Tensor, *, lane: int | None = None) -> Tensor:
         """Exchange the numbers of slots that each rank has for each expert, and no rows.
 
@@ -261,6 +260,7 @@ class SymmTokenDispatcher(ArenaShare):
             return counts_WE
         return placement.of_experts(counts_WE)
 
+    @eager
     def warmup(self) -> None:
         """Run every operation once in every lane, so that all kernels are compiled.
 
@@ -295,9 +295,11 @@ class SymmTokenDispatcher(ArenaShare):
         """Return what ties an exchange to its dispatch in autograd's graph.
 
         Of a dispatch without gradients that is the anchor, so that a backward runs on every rank, also where
-        the rows need no gradient.
+        the rows need no gradient. Of one in inference mode nothing can be saved for a backward.
         """
-        return handle.token if handle.token.requires_grad else self.arena.anchor
+        token = handle.token
+        infers = not torch.compiler.is_compiling() and token.is_inference()
+        return token if token.requires_grad or infers else self.arena.anchor
 
     def _keep(self, token: Tensor) -> None:
         """Keep a compiler from dropping an exchange whose result a rank does not use, or has no tokens of.
@@ -322,11 +324,3 @@ class SymmTokenDispatcher(ArenaShare):
             raise InputError(
                 "expected a handle of this arena, got one of a dispatcher that has another arena"
             )
-
-
-def _require_eager(name: str) -> None:
-    if torch.compiler.is_compiling():
-        raise EnvironmentUnsupportedError(
-            f"expected eager mode, got {name} in compiled code, where a compiler would reorder the halves of "
-            "an exchange; use dispatch and combine there"
-        )

@@ -6,6 +6,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from symm_a2a.eager import eager
 from symm_a2a.errors import JoinedTwiceError
 from symm_a2a.exchange import Routing
 from symm_a2a.ops.split import (
@@ -26,17 +27,30 @@ class Handle(NamedTuple):
 
     Attributes:
         routing: where the copies went.
-        token: float32 `(1,)`; orders the backward, holds nothing.
+        tokens: one float32 `(1,)`; orders the backward, holds nothing.
         num_rows: R, the rows that the dispatch gave.
         pad_multiple: of the dispatcher.
         lane: the number of the dispatch's lane, where its combine runs too.
     """
 
     routing: Routing
-    token: Tensor
+    tokens: list[Tensor]
     num_rows: int
     pad_multiple: int
     lane: int
+
+    @property
+    def token(self) -> Tensor:
+        """The token of the last dispatch with this handle; a combine follows it."""
+        return self.tokens[0]
+
+    def follow(self, token: Tensor) -> None:
+        """Let what comes next follow a second dispatch, so that its backward runs on every rank or none.
+
+        What a rank combines may not depend on the rows, where none came.
+        """
+        if token.requires_grad:
+            self.tokens[0] = token
 
     @property
     def copies_sent_W(self) -> Tensor:
@@ -86,6 +100,7 @@ class PendingDispatch(_Pending[DispatchState]):
         self._lane_number = lane_number
         self._num_local_experts = num_local_experts
 
+    @eager
     def join(self) -> tuple[Tensor, Tensor, Handle]:
         """Wait for the rows; returns what `SymmTokenDispatcher.dispatch` does.
 
@@ -95,7 +110,7 @@ class PendingDispatch(_Pending[DispatchState]):
         """
         state = self._take()
         rows, counts, routing, token = finish_dispatch(state, self._flying)
-        handle = Handle(routing, token, rows.shape[0], state.pad_multiple, self._lane_number)
+        handle = Handle(routing, [token], rows.shape[0], state.pad_multiple, self._lane_number)
         return rows, counts[: self._num_local_experts], handle
 
 
@@ -104,6 +119,7 @@ class PendingCombine(_Pending[CombineState]):
 
     _name = "combine"
 
+    @eager
     def join(self) -> Tensor:
         """Wait for the sums; returns what `SymmTokenDispatcher.combine` does.
 
@@ -119,6 +135,11 @@ class PendingAgain(_Pending[AgainState]):
 
     _name = "dispatch"
 
+    def __init__(self, state: AgainState, flying: Tensor, handle: Handle) -> None:
+        super().__init__(state, flying)
+        self._handle = handle
+
+    @eager
     def join(self) -> Tensor:
         """Wait for the rows; returns what `SymmTokenDispatcher.dispatch_again` does.
 
@@ -126,4 +147,6 @@ class PendingAgain(_Pending[AgainState]):
             JoinedTwiceError: it has been joined before.
             ExchangeError: a peer did not take part.
         """
-        return finish_again(self._take(), self._flying)
+        rows, token = finish_again(self._take(), self._flying)
+        self._handle.follow(token)
+        return rows

@@ -82,7 +82,9 @@ class ArenaLayout:
 
     def __post_init__(self) -> None:
         W, E, C, K = self.world_size, self.num_experts, self.max_tokens, self.top_k
-        if W < 1 or E % W:
+        if isinstance(W, bool) or not isinstance(W, int) or W < 1:
+            raise ConfigError(f"expected world_size to be a positive int, got {W!r}")
+        if E % W:
             raise ConfigError(
                 f"expected num_experts divisible by the number of ranks, got {E} experts for {W} ranks"
             )

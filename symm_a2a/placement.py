@@ -79,7 +79,12 @@ class Placement:
             self._check_shares(self.shares)
 
     def _check_shares(self, shares: tuple[tuple[float, ...], ...]) -> None:
-        shares = tuple(tuple(map(float, mine)) for mine in shares)
+        try:
+            shares = tuple(tuple(map(float, mine)) for mine in shares)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"expected shares to have for each rank a sequence of numbers, got {shares!r}"
+            ) from None
         object.__setattr__(self, "shares", shares)
         sizes, expected = [len(mine) for mine in shares], [len(mine) for mine in self.experts_of_rank]
         if sizes != expected:
@@ -98,7 +103,10 @@ class Placement:
         Raises:
             ConfigError: the experts do not divide among the ranks.
         """
-        if world_size < 1 or num_experts % world_size:
+        for name, value in (("num_experts", num_experts), ("world_size", world_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"expected {name} to be a positive int, got {value!r}")
+        if num_experts % world_size:
             raise ConfigError(
                 f"expected num_experts divisible by the number of ranks, got {num_experts} experts for "
                 f"{world_size} ranks"
@@ -121,7 +129,12 @@ class Placement:
             >>> Placement.from_ranks([0, 1, 1, 0], 2).experts_of_rank
             ((0, 3), (1, 2))
         """
-        ranks = list(map(operator.index, rank_of_expert))
+        try:
+            ranks = list(map(operator.index, rank_of_expert))
+        except TypeError:
+            raise ConfigError(
+                f"expected rank_of_expert to have an int for each, got {rank_of_expert!r}"
+            ) from None
         wrong = [rank for rank in ranks if not 0 <= rank < world_size]
         if wrong:
             raise ConfigError(f"expected ranks in [0, {world_size}), got {wrong[0]}")

@@ -41,13 +41,12 @@ def rebalance(slots_E: Sequence[float], world_size: int, num_local_experts: int 
     num_experts = len(loads)
     if not loads:
         raise ConfigError("expected the load of at least one expert, got none")
-    if world_size < 1:
-        raise ConfigError(f"expected world_size to be positive, got {world_size}")
+    for name, value in (("world_size", world_size), ("num_local_experts", num_local_experts)):
+        if (name == "world_size" or value is not None) and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"expected {name} to be a positive int, got {value!r}")
     num_local = -(-num_experts // world_size) if num_local_experts is None else num_local_experts
     if not (all(load >= 0 for load in loads) and sum(loads) < float("inf")):
-        raise ConfigError(
-            f"expected loads that are not negative, of a finite sum, got {min(loads)} to {max(loads)}"
-        )
+        raise ConfigError(f"expected loads that are not negative, of a finite sum, got {loads}")
     if not num_experts <= world_size * num_local <= world_size * num_experts:
         raise ConfigError(
             f"expected places for {num_experts} experts, at most {num_experts} on a rank, got {num_local} on "
@@ -105,9 +104,13 @@ def _level(loads: list[float], placement: Placement) -> tuple[tuple[float, ...],
                 continue
             for w in ranks:
                 total[w] -= share[w, expert] * loads[expert]
-            for w, part in zip(ranks, _fill([total[w] for w in ranks], loads[expert]), strict=True):
-                share[w, expert] = part / loads[expert]
-                total[w] += part
+            parts = _fill([total[w] for w in ranks], loads[expert])
+            if sum(parts) > 0:  # Beside much larger loads it may come to nothing.
+                share.update(
+                    {(w, expert): part / loads[expert] for w, part in zip(ranks, parts, strict=True)}
+                )
+            for w in ranks:
+                total[w] += share[w, expert] * loads[expert]
     return tuple(tuple(share[w, e] for e in mine) for w, mine in enumerate(placement.experts_of_rank))
 
 

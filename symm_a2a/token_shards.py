@@ -49,8 +49,10 @@ def shard_tokens(
         The rows of `share_of(T, group)` of each; their gradients are gathered again, whole on every rank.
 
     Raises:
-        InputError: numbers of tokens that differ.
+        InputError: rows that are none, or numbers of tokens that differ.
     """
+    if x_TD.dim() != 2:
+        raise InputError(f"expected x_TD of shape (T, D), got {tuple(x_TD.shape)}")
     T = x_TD.shape[0]
     for name, tensor in (("scores_TK", scores_TK), ("topk_ids_TK", topk_ids_TK)):
         if tensor.shape[:1] != (T,):
@@ -71,8 +73,10 @@ def gather_tokens(out_SD: Tensor, num_tokens: int, *, group: dist.ProcessGroup) 
         `(T, D)`; its gradient is to be the same on every rank of the group, and each takes its part of it.
 
     Raises:
-        InputError: another number of rows than this rank's part has.
+        InputError: another number of rows than this rank's part has, or no number of tokens.
     """
+    if not isinstance(num_tokens, (int, torch.SymInt)) or num_tokens < 0:
+        raise InputError(f"expected num_tokens to be an int, not negative, got {num_tokens!r}")
     share = share_of(num_tokens, group)
     mine = share.stop - share.start
     if out_SD.dim() != 2 or out_SD.shape[0] != mine:

@@ -37,6 +37,8 @@ def check_dispatch(
     Raises:
         InputError: a shape, dtype or device that does not fit; the message has both.
     """
+    for name, tensor in (("x_TD", x_TD), ("scores_TK", scores_TK), ("topk_ids_TK", topk_ids_TK)):
+        _check_tensor(name, tensor)
     if x_TD.dim() != 2 or x_TD.shape[1] != cfg.hidden_dim:
         raise InputError(f"expected x_TD of shape (T, {cfg.hidden_dim}), got {tuple(x_TD.shape)}")
     num_tokens = x_TD.shape[0]
@@ -76,6 +78,7 @@ def check_ids(cfg: EPConfig, device: torch.device, topk_ids_TK: torch.Tensor) ->
     Raises:
         InputError: a shape, dtype or device that does not fit; the message has both.
     """
+    _check_tensor("topk_ids_TK", topk_ids_TK)
     if topk_ids_TK.dim() != 2 or topk_ids_TK.shape[1] != cfg.top_k:
         raise InputError(f"expected topk_ids_TK of shape (T, {cfg.top_k}), got {tuple(topk_ids_TK.shape)}")
     if topk_ids_TK.shape[0] > cfg.max_tokens_per_rank:
@@ -119,7 +122,13 @@ def check_combine(cfg: EPConfig, device: torch.device, y_RD: torch.Tensor, num_r
     _check_rows("y_RD", cfg, device, y_RD, num_rows)
 
 
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"expected {name} to be a tensor, got {type(value).__name__}")
+
+
 def _check_rows(name: str, cfg: EPConfig, device: torch.device, rows: torch.Tensor, number: int) -> None:
+    _check_tensor(name, rows)
     if rows.shape != (number, cfg.hidden_dim):
         raise InputError(f"expected {name} of shape ({number}, {cfg.hidden_dim}), got {tuple(rows.shape)}")
     if rows.dtype != cfg.dtype:

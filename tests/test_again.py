@@ -186,6 +186,56 @@ def test_after_a_dispatch_without_gradients_the_backward_runs_on_every_rank(how)
     assert run_ranks(needs_gradients_alone, 3, how) == [1] * 3
 
 
+def has_no_rows(rank, group, how):
+    """Rows come to rank 0 alone; the other rank's experts return what depends on nothing."""
+    cfg = symm_a2a.EPConfig(
+        num_experts=2, top_k=1, hidden_dim=4, max_tokens_per_rank=4, dtype=torch.float64, timeout=8
+    )
+    gen = torch.Generator().manual_seed(rank)
+    x = torch.randn(4, 4, generator=gen, dtype=torch.float64).requires_grad_()
+    scores, ids = torch.rand(4, 1, generator=gen), torch.zeros(4, 1, dtype=torch.int64)
+    with symm_a2a.SymmTokenDispatcher(cfg, group) as dispatcher:
+
+        def step(x):
+            with torch.set_grad_enabled(how != "no_grad"):
+                _, _, handle = dispatcher.dispatch(x, scores, ids)
+            if how == "async":
+                rows = dispatcher.dispatch_again_async(x * 2, handle).join()
+            else:
+                rows = dispatcher.dispatch_again(x * 2, handle)
+            y = rows * 3 if rank == 0 else torch.zeros_like(rows)
+            return dispatcher.combine(y, handle)
+
+        if how == "checkpointed":
+            out = checkpoint(step, x, use_reentrant=False)
+        else:
+            out = (
+                torch.compile(step, fullgraph=True, backend="aot_eager")(x) if how == "compiled" else step(x)
+            )
+        out.sum().backward()
+        dispatcher.barrier()
+        assert torch.allclose(x.grad, 6 * scores.double().expand(4, 4))
+        return dispatcher.stats().exchanges["dispatch_again_backward"]
+
+
+@pytest.mark.parametrize("how", ["plain", "async", "no_grad", "compiled", "checkpointed"])
+def test_where_no_rows_came_the_backward_runs_all_the_same(how):
+    assert run_ranks(has_no_rows, 2, how) == [1, 1]
+
+
+def test_what_was_dispatched_in_inference_mode_is_combined_without_gradients():
+    cfg = CASE.config(dtype=torch.float64, max_tokens_per_rank=8)
+    x, scores, ids = CASE.xs(torch.float64)[0], CASE.scores(torch.float64)[0], CASE.ids()[0]
+    with symm_a2a.SymmTokenDispatcher(cfg, device="cpu") as dispatcher:
+        with torch.inference_mode():
+            rows, _, handle = dispatcher.dispatch(x, scores, ids)
+            inside = dispatcher.combine(rows, handle), dispatcher.dispatch_again(x, handle)
+        outside = dispatcher.combine(rows, handle), dispatcher.dispatch_again(x, handle)
+        for one, other in zip(inside, outside, strict=True):
+            assert torch.equal(one, other)
+            assert not other.requires_grad
+
+
 def leaves_unused(rank, group):
     cfg = CASE.config(dtype=torch.float64, max_tokens_per_rank=8, timeout=20)
     x, scores, ids = (part[rank] for part in (CASE.xs(torch.float64), CASE.scores(torch.float64), CASE.ids()))

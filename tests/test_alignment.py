@@ -78,6 +78,7 @@ def test_strides_do_not_matter_and_what_is_out_of_range_is_left_out():
     [
         ((torch.zeros(3), 2, 4), "dtype int32 or int64, got torch.float32"),
         ((torch.zeros(3, dtype=torch.int64), 0, 4), "num_experts to be a positive int, got 0"),
+        ((torch.zeros(3, dtype=torch.int64), 2, 2**31), r"block_size < 2147483648, got 3 \+ 2 \* 2147483648"),
         ((torch.zeros(3, dtype=torch.int64), 2, 2.0), "block_size to be a positive int, got 2.0"),
         (
             (torch.zeros(3, dtype=torch.int64), 2, 4, torch.zeros(3, dtype=torch.int32)),

@@ -84,8 +84,20 @@ def differing(rank, group):
         other = same
     with pytest.raises(InputError, match="got other scores_TK and topk_ids_TK on rank 2 than on rank 0"):
         dispatcher.check_replicated(*other)
-    with pytest.raises(InputError, match=r"expected the same tokens on every rank, got \[6, 6, 5, 6\]"):
+    with pytest.raises(
+        InputError, match=r"every rank, got x_TD \(6, .* on rank 0 and x_TD \(5, .* on rank 2"
+    ):
         dispatcher.check_replicated(*(t[: 5 if rank == 2 else 6] for t in same))
+    # Before anything is sent: collectives of different sizes end a process.
+    for place, other in (
+        (0, same[0].half()),
+        (1, same[1].bfloat16()),
+        (1, same[1][:, :2]),
+        (2, same[2].long()),
+    ):
+        changed = [other if rank == 1 and place == i else t for i, t in enumerate(same)]
+        with pytest.raises(InputError, match=r"on rank 0 and x_TD .* on rank 1"):
+            dispatcher.check_replicated(*changed)
     with pytest.raises(InputError, match="got other topk_ids_TK on rank 1 than on rank 0"):
         dispatcher.check_replicated(*same[:2], (same[2] + (rank == 1)) % 8)
     # An id out of range is out of range on every rank.

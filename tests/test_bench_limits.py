@@ -220,7 +220,7 @@ def test_and_so_they_do_for_a_second_dispatch(tokens, hidden, capacity, pad_mult
         # No graph behind it: of the first dispatch there is no backward.
         handles = [
             handle._replace(
-                token=handle.token.detach(), routing=Routing(*(t.detach() for t in handle.routing))
+                tokens=[handle.token.detach()], routing=Routing(*(t.detach() for t in handle.routing))
             )
             for handle in handles
         ]

@@ -1,5 +1,6 @@
 """The arena: regions that do not overlap, sizes exact to the byte, limits that are checked."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -129,6 +130,14 @@ def test_a_size_past_the_limits_is_refused_before_anything_is_allocated(changes,
 def test_a_capacity_factor_is_taken_as_it_is_written_and_for_ranks_that_fit():
     cfg = config(capacity=1.1, pad_multiple=1, max_tokens_per_rank=50, top_k=2, num_experts=8)
     assert cfg.capacity_rows(4) == 110
-    for ranks in (0, -1, 3):
-        with pytest.raises(symm_a2a.ConfigError, match="divisible by the number of ranks"):
+    with pytest.raises(symm_a2a.ConfigError, match="divisible by the number of ranks"):
+        cfg.capacity_rows(3)
+    for ranks in (0, -1, 2.0, "2", None):
+        with pytest.raises(symm_a2a.ConfigError, match="world_size to be a positive int, got"):
             cfg.capacity_rows(ranks)
+        with pytest.raises(symm_a2a.ConfigError, match="world_size to be a positive int, got"):
+            config().symmetric_bytes(ranks)
+    assert config(capacity=np.float64(1.25), pad_multiple=1).capacity_rows(4) == 8
+    for wrong in (np.float32(1.25), np.array([1, 2])):
+        with pytest.raises(symm_a2a.ConfigError, match="for a capacity factor, got"):
+            config(capacity=wrong)

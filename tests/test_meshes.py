@@ -115,6 +115,11 @@ def parts(rank, group):
     shares = [share_of(T, group) for T in (0, 1, 4, 5, 8)]
     with pytest.raises(symm_a2a.InputError, match=r"the 2 rows that are this rank's of 8 tokens, got shape"):
         gather_tokens(torch.zeros(3, D), 8, group=group)
+    for wrong in (8.0, -3):
+        with pytest.raises(symm_a2a.InputError, match="num_tokens to be an int, not negative, got"):
+            symm_a2a.gather_tokens(torch.zeros(2, 3), wrong, group=group)
+    with pytest.raises(symm_a2a.InputError, match=r"x_TD of shape \(T, D\), got \(\)"):
+        symm_a2a.shard_tokens(torch.zeros(()), torch.zeros(4, 1), torch.zeros(4, 1), group=group)
     with pytest.raises(symm_a2a.InputError, match="expected scores_TK of 4 tokens, as x_TD has"):
         shard_tokens(torch.zeros(4, D), torch.zeros(3, K), torch.zeros(4, K), group=group)
     return [(share.start, share.stop) for share in shares]

@@ -172,12 +172,22 @@ def test_ids_out_of_range_are_reported_as_such(bad, tokens):
         (((0,), (0,)), {"shares": ((1e308,), (1e308,))}, "of a finite sum"),
         ((0, 1), {}, r"for each rank a sequence of ints, got \(0, 1\)"),
         (((0.5,), (1,)), {}, "a sequence of ints"),
+        (((0,), (0,)), {"shares": "ab"}, "a sequence of numbers, got 'ab'"),
+        (((0,), (0,)), {"shares": 5}, "a sequence of numbers, got 5"),
+        (((0,), (0,)), {"shares": ((None,), (1,))}, "a sequence of numbers"),
         (((0,), (0,)), {"shares": ((0,), (0,))}, "some share of expert 0 to be positive"),
     ],
 )  # fmt: skip
 def test_placements_that_make_no_sense_are_refused(experts, changes, message):
     with pytest.raises(symm_a2a.ConfigError, match=message):
         Placement(experts, **changes)
+
+
+def test_placements_are_made_of_ints():
+    with pytest.raises(symm_a2a.ConfigError, match=r"an int for each, got \[0.0, 1\]"):
+        Placement.from_ranks([0.0, 1], 2)
+    with pytest.raises(symm_a2a.ConfigError, match="num_experts to be a positive int, got '8'"):
+        Placement.contiguous("8", 2)
 
 
 def test_configs_that_do_not_fit_the_placement_are_refused():

@@ -72,6 +72,16 @@ def test_an_expert_that_is_as_busy_as_all_others_has_a_rank_to_itself():
     assert rebalance([9, 3, 3], 2).experts_of_rank == ((0,), (1, 2))
 
 
+def test_loads_that_vanish_beside_others_have_shares_all_the_same():
+    for loads, places in (([1.0, 1e-20], 2), ([1e17, 3, 3, 2], 3), ([1e11, 4e-9], 2)):
+        placement = rebalance(loads, 2, places)
+        shares = {}
+        for mine, parts in zip(placement.experts_of_rank, placement.shares, strict=True):
+            for expert, part in zip(mine, parts, strict=True):
+                shares[expert] = shares.get(expert, 0.0) + part
+        assert all(share > 0 for share in shares.values())
+
+
 def test_replicas_go_to_the_busiest_and_even_out_what_one_rank_cannot():
     slots_E = [90, 10, 10, 10]
     assert max(loads_of(rebalance(slots_E, 2), slots_E)) >= 90
@@ -95,11 +105,13 @@ def test_a_proposal_is_better_than_the_worst_and_the_contiguous_one():
     [
         (([1, 2, 3], 2, 1), "places for 3 experts, at most 3 on a rank, got 1 on each of 2 ranks"),
         (([1, 2, 3], 2, 4), "got 4 on each of 2 ranks"),
-        (([1, -2], 2), "not negative, of a finite sum, got -2.0 to 1.0"),
+        (([1, -2], 2), "not negative, of a finite sum, got .1.0, -2.0."),
         (([1, float("nan")], 2), "loads that are not negative"),
-        (([1e308, 1e308], 2), "of a finite sum, got 1e"),
+        (([1e308, 1e308], 2), r"of a finite sum, got \[1e\+308, 1e"),
         (([], 2), "expected the load of at least one expert"),
-        (([1, 2], 0), "expected world_size to be positive, got 0"),
+        (([1, 2], 0), "world_size to be a positive int, got 0"),
+        (([1, 2], 1.5), "world_size to be a positive int, got 1.5"),
+        (([1, 2], 2, 1.5), "num_local_experts to be a positive int, got 1.5"),
     ],
 )
 def test_problems_that_make_no_sense_are_refused(arguments, message):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from symm_a2a.config import EPConfig
 from symm_a2a.errors import ClosedError, ConfigError, ExpertIdError, InputError, JoinedTwiceError
-from symm_a2a.memory import require_agreement
+from symm_a2a.memory import require_agreement, require_device
 from symm_a2a.placement import Placement, look_up
 from symm_a2a.validation import check_combine, check_dispatch
 
@@ -73,6 +73,7 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
             (without a group: if there is one), and otherwise the CPU.
 
     Raises:
+        EnvironmentUnsupportedError: neither a CPU nor a CUDA device that is there.
         ConfigError: a static capacity; experts that do not divide among the ranks; a placement for another
             number of ranks; or the ranks disagree.
     """
@@ -165,7 +166,7 @@ class BaselineDispatcher(ABC, Generic[HandleT]):
 
         Raises:
             ClosedError: the dispatcher was closed.
-            InputError: a shape, dtype or device that does not fit, or another dispatcher's handle.
+            InputError: a shape, dtype or device that does not fit, or a handle of another kind of dispatcher.
         """
         del x_TD
         self._check_open()
@@ -352,7 +353,4 @@ def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str 
     if device is None:
         nccl = group is None or "nccl" in dist.get_backend_config(group)
         device = "cuda" if nccl and torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    return require_device(device)

@@ -31,6 +31,7 @@ from symm_a2a.baselines.all_gather import all_gather
 from symm_a2a.baselines.base import BaselineDispatcher, sort_by_expert
 from symm_a2a.baselines.own_experts import OwnSlots, find_slots
 from symm_a2a.errors import InputError
+from symm_a2a.memory.group import exchange
 from symm_a2a.placement import Placement
 
 
@@ -90,21 +91,27 @@ class ReplicatedTokenDispatcher(BaselineDispatcher[ReplicatedHandle]):
         Collective, and not cheap: all three tensors of the first rank are sent to all, and the host waits.
 
         Raises:
-            InputError: another number of tokens, or another content, than the first rank's.
+            InputError: another shape, dtype or content than the first rank's.
         """
         if self.group is None or self.world_size == 1:
             return
-        number = torch.tensor([len(x_TD)], dtype=torch.int64, device=self.device)
-        numbers = all_gather(number, self.group).tolist()
-        if len(set(numbers)) > 1:
-            raise InputError(f"expected the same tokens on every rank, got {numbers} of them")
+        names, tensors = ("x_TD", "scores_TK", "topk_ids_TK"), (x_TD, scores_TK, topk_ids_TK)
+        kinds = exchange(
+            self.group,
+            "; ".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in zip(names, tensors, strict=True)),
+        )
+        for rank, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                raise InputError(
+                    f"expected the same tokens on every rank, got {kinds[0]} on rank 0 and {kind} on rank "
+                    f"{rank}"
+                )
         same = []
-        for tensor in (x_TD, scores_TK, topk_ids_TK):
+        for tensor in tensors:
             mine = tensor.detach().contiguous()
             first = mine.clone()
             dist.broadcast(first, dist.get_global_rank(self.group, 0), group=self.group)
             same.append((first.view(torch.uint8) == mine.view(torch.uint8)).all())
-        names = ("x_TD", "scores_TK", "topk_ids_TK")
         for rank, equal in enumerate(all_gather(torch.stack(same)[None].int(), self.group).tolist()):
             wrong = [name for name, one in zip(names, equal, strict=True) if not one]
             if wrong:

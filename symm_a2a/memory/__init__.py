@@ -25,6 +25,7 @@ __all__ = [
     "create_memory",
     "default_device",
     "require_agreement",
+    "require_device",
 ]
 
 
@@ -33,6 +34,22 @@ def default_device(group: dist.ProcessGroup | None = None) -> torch.device:
     if torch.cuda.is_available() and (group is None or dist.get_backend(group) != "gloo"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def require_device(device: torch.device | str) -> torch.device:
+    """Return a device with its index, if it has one.
+
+    Raises:
+        EnvironmentUnsupportedError: it is neither a CPU nor a CUDA device, or no such device is there.
+    """
+    device = torch.device(device)
+    if device.type not in ("cuda", "cpu"):
+        raise EnvironmentUnsupportedError(f"expected a cuda or cpu device, got {device}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentUnsupportedError(f"expected a CUDA device to be there, got none for {device}")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def choose_backend(device: torch.device, world_size: int) -> tuple[Backend, str]:
@@ -48,8 +65,6 @@ def _require_supported(backend: str, device: torch.device, world_size: int) -> N
     """Raise where a backend cannot work, saying why."""
     if backend not in ("cuda", "host", "virtual"):
         raise EnvironmentUnsupportedError(f'expected backend "cuda", "host" or "virtual", got {backend!r}')
-    if device.type not in ("cuda", "cpu"):
-        raise EnvironmentUnsupportedError(f"expected a cuda or cpu device, got {device}")
     if (backend == "cuda") != (device.type == "cuda") and backend != "virtual":
         needs = "cuda" if backend == "cuda" else "cpu"
         raise EnvironmentUnsupportedError(f"backend {backend!r} expects a {needs} device, got {device}")

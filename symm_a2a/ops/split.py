@@ -232,20 +232,22 @@ class _AgainLaunch(torch.autograd.Function):
 
 class _AgainJoin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, state: AgainState, flying: Tensor) -> Tensor:
+    def forward(ctx: Any, state: AgainState, flying: Tensor) -> tuple[Tensor, Tensor]:
         assert state.flight is not None, "the launch comes first"
         flight, state.flight = state.flight, None
-        rows, _ = join_dispatch_again(state.lane, flight, state.routing, state.num_rows, state.pad_multiple)
+        rows, token = join_dispatch_again(
+            state.lane, flight, state.routing, state.num_rows, state.pad_multiple
+        )
         ctx.state = state
         ctx.save_for_backward(state.routing.tally)
         _require_as_launched(state)
-        return rows
+        return rows, token
 
     @staticmethod
-    def backward(ctx: Any, grad_rows: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad_rows: Tensor, _: Tensor) -> tuple[None, Tensor]:
         _require_first_order()
         # Unpacked before anything is launched, see above.
-        _ = ctx.saved_tensors
+        ctx.saved_tensors  # noqa: B018
         state: AgainState = ctx.state
         state.backward = launch_dispatch_again_backward(state.lane, grad_rows, state.routing, beside=True)
         return None, state.zero
@@ -282,6 +284,6 @@ def start_again(state: AgainState, x: Tensor, token: Tensor) -> Tensor:
     return _AgainLaunch.apply(state, x, token)
 
 
-def finish_again(state: AgainState, flying: Tensor) -> Tensor:
-    """Join a second dispatch."""
+def finish_again(state: AgainState, flying: Tensor) -> tuple[Tensor, Tensor]:
+    """Join a second dispatch; return its rows and a token."""
     return _AgainJoin.apply(state, flying)

@@ -154,8 +154,8 @@ def _(
 
 @torch.library.custom_op("symm_a2a::dispatch_again_backward", mutates_args=())
 def dispatch_again_backward(
-    grad_rows: Tensor, copy_of_peer: Tensor, copy_of_slot: Tensor, row_of_copy: Tensor,
-    score_of_copy: Tensor, tally: Tensor, token: Tensor, lane: int,
+    grad_rows: Tensor, grad_token: Tensor | None, copy_of_peer: Tensor, copy_of_slot: Tensor,
+    row_of_copy: Tensor, score_of_copy: Tensor, tally: Tensor, token: Tensor, lane: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Backward of `dispatch_again`: gradients of the tokens, and of the token."""
     routing = Routing(copy_of_peer, copy_of_slot, row_of_copy, score_of_copy, tally)
@@ -165,8 +165,8 @@ def dispatch_again_backward(
 
 @dispatch_again_backward.register_fake
 def _(
-    grad_rows: Tensor, copy_of_peer: Tensor, copy_of_slot: Tensor, row_of_copy: Tensor,
-    score_of_copy: Tensor, tally: Tensor, token: Tensor, lane: int,
+    grad_rows: Tensor, grad_token: Tensor | None, copy_of_peer: Tensor, copy_of_slot: Tensor,
+    row_of_copy: Tensor, score_of_copy: Tensor, tally: Tensor, token: Tensor, lane: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return grad_rows.new_empty((copy_of_peer.shape[0], grad_rows.shape[1])), torch.empty_like(token)
 
@@ -218,11 +218,15 @@ def _dispatch_again_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
     ctx.save_for_backward(*routing, output[1])
 
 
-def _dispatch_again_backward(ctx: Any, grad_rows: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+def _dispatch_again_backward(
+    ctx: Any, grad_rows: Tensor | None, grad_token: Tensor | None
+) -> tuple[Any, ...]:
     *routing, token = ctx.saved_tensors
     if grad_rows is None:
         grad_rows = token.new_zeros(ctx.rows_shape, dtype=ctx.rows_dtype)
-    grad_x, grad_token = torch.ops.symm_a2a.dispatch_again_backward(grad_rows, *routing, token, ctx.lane)
+    grad_x, grad_token = torch.ops.symm_a2a.dispatch_again_backward(
+        grad_rows, grad_token, *routing, token, ctx.lane
+    )
     return grad_x, *[None] * 5, grad_token, None, None, None
 
 

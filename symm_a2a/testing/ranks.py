@@ -86,6 +86,12 @@ def run_ranks(
         raise InputError(f"expected at least 1 rank, got {world_size}")
     if device not in ("cpu", "cuda") and not _shared(device):
         raise InputError(f'expected device "cpu", "cuda" or "cuda:INDEX", got {device!r}')
+    if (
+        isinstance(timeout, bool)
+        or not isinstance(timeout, (int, float))
+        or not 0 < timeout < threading.TIMEOUT_MAX
+    ):
+        raise InputError(f"expected timeout to be a positive number of seconds, got {timeout!r}")
     deadline = time.monotonic() + timeout
     try:
         call = pickle.dumps((fn, args))

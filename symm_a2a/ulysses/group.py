@@ -122,7 +122,14 @@ class SequenceGroup:
 
     @staticmethod
     def symmetric_bytes(max_bytes: int, world_size: int) -> int:
-        """Return the symmetric memory that a rank of such a group allocates, in bytes, exactly."""
+        """Return the symmetric memory that a rank of such a group allocates, in bytes, exactly.
+
+        Raises:
+            ConfigError: a size that is no positive int.
+        """
+        for name, value in (("max_bytes", max_bytes), ("world_size", world_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"expected {name} to be a positive int, got {value!r}")
         return 0 if world_size == 1 else SequenceLayout(world_size, max_bytes).nbytes
 
     @property
