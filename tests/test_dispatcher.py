@@ -162,6 +162,14 @@ def test_a_backend_that_cannot_work_says_why(options, message):
         SymmTokenDispatcher(config(), **options)
 
 
+def test_a_closed_dispatcher_is_not_entered_again():
+    dispatcher = SymmTokenDispatcher(config(), device="cpu")
+    with dispatcher:
+        pass
+    with pytest.raises(symm_a2a.ClosedError, match="expected an open dispatcher"), dispatcher:
+        raise AssertionError("entered")
+
+
 def test_warmup_launches_all_that_a_later_call_does(monkeypatch):
     """Small messages and large ones are counted by other kernels."""
     cfg = symm_a2a.EPConfig(

@@ -204,6 +204,13 @@ def test_configs_that_do_not_fit_the_placement_are_refused():
         Placement.contiguous(5, 2)
 
 
+def test_a_contiguous_placement_is_none():
+    sizes = dict(num_experts=4, top_k=1, hidden_dim=2, max_tokens_per_rank=2)
+    placed = symm_a2a.EPConfig(**sizes, placement=Placement.contiguous(4, 2))
+    assert placed.mark == symm_a2a.EPConfig(**sizes).mark
+    assert placed.mark != symm_a2a.EPConfig(**sizes, placement=Placement(((1, 0), (2, 3)))).mark
+
+
 def test_a_contiguous_placement_costs_nothing():
     plain = Placement.contiguous(4, 2)
     for placement, launches in ((None, 6), (plain, 6), (Placement(((0, 1), (3, 2))), 7)):
