@@ -7,8 +7,8 @@ can go on.
 Steps that can neither be disabled by others nor change what others see (a wait that is satisfied, a check
 that holds: flags only grow) are taken at once, alone. All orders of all others are explored; or, `reduced`,
 only those that differ in what somebody sees: a step with which nothing conflicts that the others could do
-before it is taken alone too. What the others could do is found by letting them do it: flags only grow, so that
-a step that is possible once stays so.
+before it is taken alone too. What the others could do is found by letting them do it: flags only grow, so
+that a step that is possible once stays so.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _given_up(system: System, state: State, stuck: Iterable[tuple[int, Op]]) -> 
 
 
 def _alone(system: System, state: State) -> State | None:
-    """Return what follows by a step with which nothing conflicts that others could do first, if there is one."""
+    """Return what follows by a step with which nothing conflicts that others could do first, if any."""
     for move in system.moves(state):
         if move[2].what == "wait" and system.missing(state, move[2]):
             continue
