@@ -167,6 +167,7 @@ def _launch_others(
     from symm_a2a.kernels.channel import Kind
     from symm_a2a.kernels.count import count, new_sums
     from symm_a2a.kernels.credit import credit
+    from symm_a2a.kernels.looks import look
     from symm_a2a.kernels.row_count import row_count
     from symm_a2a.kernels.scatter import scatter
 
@@ -181,6 +182,7 @@ def _launch_others(
         scatter(channel, Kind.DISPATCH, x_TD, *routing, slots=slots, sums=counted)
     row_count(channel, torch.zeros(1, dtype=torch.int64), pad_multiple)
     credit(channel, Kind.COMBINE)
+    look(channel.local["scatter_ready"], channel.state, 1)
     for counts_WE in (channel.local["counts"], None):
         barrier(channel, counts_WE, arrive=True, leave=True)
     table = ids_TK.new_zeros((layout.num_experts, 2, 2), dtype=torch.int32)

@@ -82,6 +82,22 @@ class ArenaShare:
         finally:
             self.arena.stop_recording()
 
+    def check(self) -> None:
+        """Raise what the kernels have reported so far, and wait for nothing.
+
+        On a GPU a kernel that has given up is noticed by the next call; where none comes soon, as at the end
+        of a step, or behind replays of a captured graph, this looks.
+
+        Raises:
+            ClosedError: the dispatcher was closed.
+            ExchangeError: an exchange has failed; the same error as at every later call.
+            ExpertIdError, CapacityError: as for `dispatch`.
+        """
+        self._require_open()
+        for lane in self.arena.lanes:
+            lane.raise_reports()
+            lane.raise_overflow()
+
     def stats(self) -> Stats:
         """Return what this arena's dispatchers have done so far, and this one's load; waits for the device.
 

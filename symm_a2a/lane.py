@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,7 @@ from symm_a2a.host_wait import HostWait, channel_of
 from symm_a2a.kernels.blocks import blocks_for
 from symm_a2a.kernels.channel import Cell, Channel, HostCounts, Kind, Report, state_cells
 from symm_a2a.kernels.credit import credit
+from symm_a2a.kernels.looks import looks_per_second, looks_within
 from symm_a2a.layout import ArenaLayout
 from symm_a2a.ledger import Ledger
 from symm_a2a.memory import SymmetricMemory
@@ -31,9 +33,6 @@ from symm_a2a.readback import RowCount, beside_the_caller, host_visible
 from symm_a2a.streams import LaneStream
 from symm_a2a.timeline import Recorder
 from symm_a2a.wire import bytes_to_others
-
-POLLS_PER_SECOND = 1_000_000
-"""Looks at a flag per second from a GPU; a wait in a kernel is bounded by their number."""
 
 
 class Lane:
@@ -78,7 +77,6 @@ class Lane:
         self.recorder: Recorder | None = None
         self._ledger = Ledger(layout, device)
         mine = memory.arenas[memory.rank]
-        polls = min(int(cfg.timeout * POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0
         self.channel = Channel(
             rank=memory.rank,
             layout=layout,
@@ -90,7 +88,7 @@ class Lane:
             state=torch.zeros(state_cells(layout.world_size), dtype=torch.int64, device=device),
             status=host_visible(Report.WORDS + layout.world_size, device),
             ledger=self._ledger.card,
-            polls=polls,
+            polls=looks_within(cfg.timeout) if memory.spins else 0,
             spins=memory.spins,
             programs=cfg.num_programs if self._on_gpu else 1,
             multiprocessors=multiprocessors_of(device),
@@ -178,10 +176,15 @@ class Lane:
             )
 
     def warm_up(self) -> None:
-        """Compile and load what exchanges launch only sometimes: a capture may be the first to need it."""
+        """Compile what exchanges launch only sometimes, and time what a wait does; waits for the device.
+
+        A capture may be the first to need it, and keeps the bound of its waits.
+        """
         if self.memory.spins:
             for kind in Kind:
                 credit(self.channel, kind)
+            polls = looks_within(self.cfg.timeout, looks_per_second(self.layout.world_size, self.device))
+            self.channel = replace(self.channel, polls=polls)
 
     def _alternates(self, kind: Kind) -> bool:
         return self._last_launch is None or self._last_launch.scatters != kind.scatters

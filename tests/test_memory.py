@@ -10,49 +10,53 @@ import symm_a2a
 from symm_a2a.memory import choose_backend, group, host
 
 
-def test_a_segment_is_private_exact_and_never_someone_elses():
-    path = host._draw_path()
-    fd = host._create_segment(path, 12345)
+@pytest.fixture
+def segment():
+    fd = host.create_segment(12345)
+    yield fd
+    os.close(fd)
+
+
+def test_a_segment_is_private_exact_and_has_no_name(segment):
+    status = os.fstat(segment)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_uid == os.getuid()
+    assert status.st_size == 12345
+    assert status.st_blocks * 512 >= 12345, "the pages are taken now, not when a kernel writes"
+    assert status.st_nlink == 0
+    with pytest.raises(OSError):  # noqa: PT011
+        os.link(f"/proc/self/fd/{segment}", "/dev/shm/symm_a2a-linked", follow_symlinks=True)
+
+
+def test_a_segment_is_mapped_through_its_owners_descriptor(segment):
+    with host.open_segment(host.Segment.of(segment), 12345) as mapped:
+        mapped[7] = 42
+        assert os.pread(segment, 1, 7) == b"*"
+
+
+def test_a_peers_segment_of_another_size_is_refused(segment):
+    with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match="segment of 8192 bytes, got 12345"):
+        host.open_segment(host.Segment.of(segment), 8192)
+
+
+def test_nothing_but_the_segment_is_mapped(segment):
+    """Descriptors are given out again, and so are the numbers of processes."""
+    other = host.create_segment(12345)
     try:
-        status = os.fstat(fd)
-        assert stat.S_IMODE(status.st_mode) == 0o600
-        assert status.st_uid == os.getuid()
-        assert status.st_size == 12345
-        assert status.st_blocks * 512 >= 12345, "the pages are taken now, not when a kernel writes"
-        assert host._draw_path() != path
+        wrong = host.Segment.of(segment)._replace(descriptor=other)
+        with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match="got another file"):
+            host.open_segment(wrong, 12345)
     finally:
-        os.close(fd)
-        os.unlink(path)
-
-
-def test_a_name_that_is_taken_is_never_opened():
-    path = host._draw_path()
-    fd = host._create_segment(path, 16)
-    try:
-        with pytest.raises(FileExistsError):
-            host._create_segment(path, 16)
-    finally:
-        os.close(fd)
-        os.unlink(path)
-
-
-def test_a_peers_segment_of_another_size_is_refused():
-    path = host._draw_path()
-    fd = host._create_segment(path, 4096)
-    try:
-        with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match="segment of 8192 bytes, got 4096"):
-            host._map_segment(fd, 8192)
-    finally:
-        os.close(fd)
-        os.unlink(path)
+        os.close(other)
+    with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match="got No such file"):
+        host.open_segment(host.Segment.of(segment)._replace(descriptor=other), 12345)
 
 
 def test_a_segment_without_room_is_refused_and_leaves_nothing():
-    before = set(os.listdir("/dev/shm"))
+    before = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
     with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match="of room in /dev/shm"):
-        host._create_segment(host._draw_path(), 1 << 45)
-    mine = [name for name in set(os.listdir("/dev/shm")) - before if f"-{os.getpid()}-" in name]
-    assert mine == []
+        host.create_segment(1 << 45)
+    assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == before
 
 
 def test_a_group_that_spans_machines_is_refused(monkeypatch):

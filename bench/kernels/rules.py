@@ -16,6 +16,7 @@ FLAGS = {
     "_count_kernel[KIND=0]": (1, 2),
     "_row_count_kernel": (1, 1),
     "_credit_kernel[KIND=1]": (1, 1),
+    "_looks_kernel": (1, 0),
     "_barrier_kernel[HAS_COUNTS=0,KIND=6]": (2, 5),
     "_barrier_kernel[HAS_COUNTS=1,KIND=7]": (2, 5),
     "_scatter_kernel[PLACE=1,COUNTS_TOO=0,KIND=0]": (1, 2),

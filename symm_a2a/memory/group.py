@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from symm_a2a.errors import ConfigError, EnvironmentUnsupportedError
+from symm_a2a.memory.meeting import meet
 
 _MESSAGE_BYTES = 1024
 
@@ -27,7 +28,7 @@ def exchange(group: dist.ProcessGroup, message: str) -> list[str]:
 
 
 def require_agreement(group: dist.ProcessGroup, what: str, value: str) -> None:
-    """Raise on every rank where ranks differ in something that must be equal.
+    """Raise on every rank where ranks differ in what must be equal; the beginning of a construction.
 
     Args:
         group: the ranks; all of them call this.
@@ -35,8 +36,11 @@ def require_agreement(group: dist.ProcessGroup, what: str, value: str) -> None:
         value: this rank's value.
 
     Raises:
-        ConfigError: names the first rank that differs from rank 0, and both values.
+        ConfigError: names the first rank that differs from rank 0, and both values; or ranks construct over
+            different groups.
+        PeerTimeoutError: ranks did not come.
     """
+    meet(group)
     values = exchange(group, value)
     for rank, other in enumerate(values):
         if other != values[0]:

@@ -1,19 +1,18 @@
-"""Ranks as processes of one machine, their arenas in POSIX shared memory.
+"""Ranks as processes of one machine, their arenas in shared memory.
 
 Kernels run in Triton's interpreter and never wait: the host polls the flags, with sleep and
-backoff, before it lets a kernel read what they announce. A segment has a name only until
-every peer has mapped it.
+backoff, before it lets a kernel read what they announce. A segment never has a name: nobody can
+open it by one, and nothing is left of it when its processes have ended, however they did. Peers
+reach it through its owner's descriptor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import secrets
 import select
 import weakref
-from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,22 +24,32 @@ from symm_a2a.memory.link import Arrivals, Link
 _FOLDER = "/dev/shm"
 
 
-def _draw_path() -> str:
-    return f"{_FOLDER}/symm_a2a-{os.getpid()}-{secrets.token_hex(16)}"
+class Segment(NamedTuple):
+    """Where a rank's segment is found, and what tells it from any other file."""
+
+    pid: int
+    descriptor: int
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Segment:
+        """Return where this process's descriptor leads."""
+        status = os.fstat(descriptor)
+        return cls(os.getpid(), descriptor, status.st_dev, status.st_ino)
 
 
-def _create_segment(path: str, nbytes: int) -> int:
-    """Create a segment that only this user can open; return its descriptor.
+def create_segment(nbytes: int) -> int:
+    """Create a file in memory that has no name and that only this user can open; return its descriptor.
 
     The pages are taken now: a sparse file on a full file system would end the process with
     SIGBUS in the middle of a kernel.
     """
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fd = os.open(_FOLDER, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         os.close(fd)
-        os.unlink(path)
         raise EnvironmentUnsupportedError(
             f"expected {nbytes} bytes of room in {_FOLDER}, got {error.strerror}; enlarge it "
             "(containers: --shm-size), or use fewer tokens per rank or lanes"
@@ -48,18 +57,33 @@ def _create_segment(path: str, nbytes: int) -> int:
     return fd
 
 
-def _unlink(paths: Iterable[str]) -> None:
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+def open_segment(segment: Segment, nbytes: int) -> mmap.mmap:
+    """Map a peer's segment, and nothing else.
 
-
-def _map_segment(fd: int, nbytes: int) -> mmap.mmap:
-    if os.fstat(fd).st_size != nbytes:
+    Raises:
+        EnvironmentUnsupportedError: what is found there is another file, another user's, or of another size.
+    """
+    path = f"/proc/{segment.pid}/fd/{segment.descriptor}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
         raise EnvironmentUnsupportedError(
-            f"expected a peer's segment of {nbytes} bytes, got {os.fstat(fd).st_size}"
-        )
-    return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            f"expected to open a peer's memory as {path}, got {error.strerror}; the ranks have to be "
+            "processes of one user that see one another (containers: one PID namespace)"
+        ) from error
+    try:
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != segment[2:] or status.st_uid != os.geteuid():
+            raise EnvironmentUnsupportedError(
+                f"expected a peer's memory as {path}, got another file; are its ranks in one PID namespace?"
+            )
+        if status.st_size != nbytes:
+            raise EnvironmentUnsupportedError(
+                f"expected a peer's segment of {nbytes} bytes, got {status.st_size}"
+            )
+        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
 
 
 def _as_tensor(segment: mmap.mmap) -> torch.Tensor:
@@ -106,43 +130,41 @@ class HostMemory:
         self._watched: dict[int, int] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._watched)
         channels = 2 * num_lanes
-        arrivals_bytes = channels * dist.get_world_size(group) * torch.int64.itemsize
+        W = dist.get_world_size(group)
+        size = nbytes + channels * W * torch.int64.itemsize
         segments: list[torch.Tensor] = []
-        # Every rank knows every name before there is a segment: whoever is left can clean up.
-        peers = [m.rsplit("|", 1) for m in exchange(group, f"{_draw_path()}|{os.getpid()}")]
-        error = None
+        fd, error = None, None
         try:
             try:
-                os.close(_create_segment(peers[self.rank][0], nbytes + arrivals_bytes))
+                fd = create_segment(size)
             except (OSError, EnvironmentUnsupportedError) as raised:
                 error = raised
             require_everyone(group, error)
+            assert fd is not None
+            found = exchange(group, " ".join(map(str, Segment.of(fd))))
             try:
-                for peer, (path, pid) in enumerate(peers):
-                    segments.append(self._map_peer(peer, path, int(pid), nbytes + arrivals_bytes))
+                for peer, text in enumerate(found):
+                    segments.append(self._map_peer(peer, Segment(*map(int, text.split())), size))
             except (OSError, EnvironmentUnsupportedError) as raised:
                 error = raised
-            # Nobody unlinks before everybody has mapped.
+            # Nobody's descriptor closes before everybody has mapped.
             require_everyone(group, error)
         except BaseException:
             self.close(failed=True)
-            _unlink(path for path, _ in peers)
             raise
-        _unlink([peers[self.rank][0]])
+        finally:
+            if fd is not None:
+                os.close(fd)
         self.arenas = [segment[:nbytes] for segment in segments]
-        words = [segment[nbytes:].view(torch.int64).view(channels, len(peers)) for segment in segments]
+        words = [segment[nbytes:].view(torch.int64).view(channels, W) for segment in segments]
         self.arrivals = Arrivals(self.rank, words, link)
 
-    def _map_peer(self, peer: int, path: str, pid: int, nbytes: int) -> torch.Tensor:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            segment = _as_tensor(_map_segment(fd, nbytes))
-        finally:
-            os.close(fd)
-        watch = _watch(pid)
+    def _map_peer(self, peer: int, segment: Segment, nbytes: int) -> torch.Tensor:
+        mapped = _as_tensor(open_segment(segment, nbytes))
+        watch = _watch(segment.pid)
         if watch is not None:
             self._watched[peer] = watch
-        return segment
+        return mapped
 
     def lost_peers(self) -> list[int]:
         """Return the ranks whose process has ended: their descriptors are readable then."""

@@ -248,6 +248,7 @@ class SequenceGroup:
             raise ClosedError("expected an open SequenceGroup, got one that was closed")
 
     def __enter__(self) -> SequenceGroup:
+        self._require_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:

@@ -11,6 +11,7 @@ import torch
 from symm_a2a.errors import ClosedError, EnvironmentUnsupportedError, ExchangeError
 from symm_a2a.host_wait import FIRST_NAP, LONGEST_NAP
 from symm_a2a.kernels.channel import EPOCH_SHIFT, Report, state_cells
+from symm_a2a.kernels.looks import looks_per_second, looks_within
 from symm_a2a.kernels.ulysses import (
     RESIDENCY,
     Cell,
@@ -21,7 +22,7 @@ from symm_a2a.kernels.ulysses import (
 )
 from symm_a2a.kernels.ulysses_send import send_heads
 from symm_a2a.kernels.ulysses_take import take_heads
-from symm_a2a.lane import POLLS_PER_SECOND, multiprocessors_of
+from symm_a2a.lane import multiprocessors_of
 from symm_a2a.memory import SymmetricMemory, VirtualMemory
 from symm_a2a.readback import beside_the_caller, host_visible
 from symm_a2a.ulysses.diagnosis import Diagnosis
@@ -37,7 +38,7 @@ class SequenceLane:
     """
 
     def __init__(self, memory: SymmetricMemory, layout: SequenceLayout, timeout: float) -> None:
-        device, mine = memory.device, memory.arenas[memory.rank]
+        device, mine, W = memory.device, memory.arenas[memory.rank], layout.world_size
         self.memory = memory
         self.timeout = timeout
         self._failure: ExchangeError | None = None
@@ -54,9 +55,9 @@ class SequenceLane:
                 ready=layout.ready.view(mine, 0),
                 cards=layout.cards.view(mine, 0),
                 payload=layout.payload.view(mine, 0),
-                state=torch.zeros(state_cells(layout.world_size), dtype=torch.int64),
-                status=host_visible(Report.WORDS + layout.world_size, device),
-                polls=min(int(timeout * POLLS_PER_SECOND), (1 << 31) - 1) if memory.spins else 0,
+                state=torch.zeros(state_cells(W), dtype=torch.int64),
+                status=host_visible(Report.WORDS + W, device),
+                polls=looks_within(timeout, looks_per_second(W, device)) if memory.spins else 0,
                 spins=memory.spins,
                 programs=multiprocessors_of(device) * RESIDENCY if self._on_gpu else 1,
             )

@@ -1,0 +1,173 @@
+"""Construction: what ranks agree on, who has to come, and what is left of a dispatcher."""
+
+import gc
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_a2a
+from symm_a2a import SequenceGroup, SymmTokenDispatcher, baselines
+from symm_a2a.testing import RankError, run_ranks
+from tests.ranks import config, inputs
+
+
+def mappings() -> int:
+    """How much shared memory without a name this process has mapped."""
+    with open("/proc/self/maps") as maps:
+        return sum("/dev/shm/#" in line for line in maps)
+
+
+def create_and_close(rank, group):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for step in range(50):
+        with SymmTokenDispatcher(config(), group) as dispatcher:
+            if step % 10 == 0:
+                x, scores, ids = inputs(rank, step, torch.float32, "cpu")
+                dispatcher.combine(
+                    dispatcher.dispatch(x, scores, ids)[0], dispatcher.dispatch(x, scores, ids)[2]
+                )
+    gc.collect()  # The interpreter leaves cycles that hold kernel arguments.
+    return len(os.listdir("/proc/self/fd")) - descriptors, mappings()
+
+
+def test_fifty_times_create_and_close_leave_nothing():
+    assert run_ranks(create_and_close, 2) == [(0, 0)] * 2
+
+
+def unnamed_while_open(rank, group):
+    before = os.listdir("/dev/shm")
+    with SymmTokenDispatcher(config(), group):
+        dist.barrier(group)
+        found = os.listdir("/dev/shm"), mappings()
+        dist.barrier(group)
+    return found[0] == before, found[1]
+
+
+def test_a_segment_never_has_a_name():
+    assert run_ranks(unnamed_while_open, 2) == [(True, 2)] * 2
+
+
+def disagree(rank, group):
+    with pytest.raises(symm_a2a.ConfigError) as caught:
+        SymmTokenDispatcher(config(num_lanes=2 + rank), group)
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_learn_both_values():
+    for message in run_ranks(disagree, 2):
+        assert "num_lanes=2" in message
+        assert "num_lanes=3" in message
+
+
+def no_room(rank, group):
+    cfg = config(max_tokens_per_rank=1 << 22, hidden_dim=8192) if rank == 1 else config()
+    from symm_a2a.memory import host
+
+    try:
+        host.HostMemory(group, cfg.symmetric_bytes(2) if rank == 1 else 4096)
+    except symm_a2a.EnvironmentUnsupportedError as error:
+        return str(error), mappings()
+
+
+def test_a_rank_without_room_tells_every_rank_and_leaves_no_segment():
+    for message, left in run_ranks(no_room, 2):
+        assert "rank 1" in message
+        assert "of room in /dev/shm" in message
+        assert left == 0
+
+
+def one_size_does_not_fit(rank, group):
+    with pytest.raises(symm_a2a.ConfigError) as caught:
+        SymmTokenDispatcher(config(num_experts=8 + rank), group)
+    return str(caught.value)
+
+
+def test_a_size_that_does_not_fit_one_rank_reaches_all():
+    for message in run_ranks(one_size_does_not_fit, 2, timeout=60):
+        assert "num_experts=8" in message
+        assert "num_experts=9" in message
+
+
+def over_other_groups(rank, group):
+    """Ranks 0 and 1 wait for each other in different groups."""
+    pair = dist.new_group([0, 1])
+    SymmTokenDispatcher(config(), pair if rank == 1 else group)
+
+
+def test_ranks_that_construct_over_different_groups_learn_both():
+    with pytest.raises(RankError) as caught:
+        run_ranks(over_other_groups, 3, timeout=60)
+    texts = {failure.rank: failure.text for failure in caught.value.failures}
+    assert "got rank 0 over ranks [0, 1, 2] and rank 1 over ranks [0, 1]" in texts[0]
+    assert "got rank 1 over ranks [0, 1] and rank 0 over ranks [0, 1, 2]" in texts[1]
+
+
+def alone_in_the_constructor(rank, group, kind):
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(
+            symm_a2a.PeerTimeoutError, match="rank 0 has waited 1 s for rank 1 to construct"
+        ) as caught:
+            make(kind, group)
+        return str(caught.value)
+
+
+def make(kind, group):
+    makers = {
+        "symm": lambda: SymmTokenDispatcher(config(), group),
+        "baseline": lambda: baselines.AllToAllTokenDispatcher(config(), group),
+        "sequence": lambda: SequenceGroup(group, max_bytes=64),
+    }
+    makers[kind]()
+
+
+@pytest.mark.parametrize("kind", ["symm", "baseline", "sequence"])
+def test_a_rank_that_constructs_alone_is_told_who_is_missing(kind):
+    assert "construction is collective" in run_ranks(alone_in_the_constructor, 2, kind)[0]
+
+
+def often_over_many_groups(rank, group):
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2])]
+    for _ in range(3):
+        for one in groups:
+            if dist.get_rank(one) >= 0:
+                SymmTokenDispatcher(config(num_experts=6), one).close()
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier(group)
+    return [key for key in store.list_keys() if "symm_a2a/here" in key]
+
+
+def test_constructions_over_overlapping_groups_leave_few_words_in_the_store():
+    (keys, *_) = run_ranks(often_over_many_groups, 3)
+    assert len(keys) <= 2 * (2 + 2 + 3)
+
+
+def not_a_member(rank, group):
+    half = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(symm_a2a.ConfigError, match="member of the group") as caught:
+            SymmTokenDispatcher(config(), half)
+        return str(caught.value)
+
+
+def test_a_rank_outside_the_group_is_told():
+    assert run_ranks(not_a_member, 2)[1]
+
+
+def killed_in_the_constructor(rank, group):
+    from symm_a2a.memory import host
+
+    if rank == 0:
+        host.require_everyone = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    SymmTokenDispatcher(config(), group)
+
+
+def test_a_rank_killed_in_the_constructor_leaves_nothing():
+    before = os.listdir("/dev/shm")
+    with pytest.raises(RankError, match=r"SIGKILL|signal"):
+        run_ranks(killed_in_the_constructor, 2, timeout=60)
+    assert [name for name in os.listdir("/dev/shm") if name not in before] == []
