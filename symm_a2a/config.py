@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
@@ -18,6 +19,20 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 MAX_PAD = 1 << 16
 """Rows that an expert's may be padded to a multiple of; grouped GEMMs want 16 to 128."""
+
+
+def debugging() -> bool:
+    """Whether sections are checked before they are read, and poisoned before they are freed.
+
+    The environment variable `SYMM_A2A_DEBUG` says so, read when an arena is made; ranks may differ in it.
+
+    Raises:
+        ConfigError: it is neither "1", nor "0", empty or unset.
+    """
+    value = os.environ.get("SYMM_A2A_DEBUG", "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f'expected SYMM_A2A_DEBUG to be "0" or "1", got {value!r}')
+    return value == "1"
 
 
 @dataclass(frozen=True, kw_only=True)

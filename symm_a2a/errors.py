@@ -66,5 +66,9 @@ class PeerLostError(ExchangeError):
     """A peer ended, or gave up, while this rank waited for it."""
 
 
+class ProtocolError(ExchangeError):
+    """Debug mode found something in symmetric memory that no rank should have written."""
+
+
 class ExchangeMismatchError(ExchangeError):
     """A peer runs another operation, or another dispatch, than this rank does."""

@@ -181,7 +181,7 @@ def join_combine_backward(
     grad_y_RD, token = torch.empty_like(y_RD), _token(y_RD)
     grad_score_of_copy = torch.empty_like(routing.score_of_copy)
     with lane.join(Kind.COMBINE_BACKWARD):
-        lane.arrive(Kind.COMBINE_BACKWARD)
+        lane.arrive(Kind.COMBINE_BACKWARD, routing.tally)
         expand_grad(
             lane.channel, grad_y_RD, grad_score_of_copy, y_RD, routing.row_of_copy, routing.score_of_copy,
             routing.tally, token, pad_multiple=pad_multiple,
@@ -217,7 +217,7 @@ def join_dispatch_backward(
     grad_scores_TK = routing.score_of_copy.new_empty((T, K))
     token = _token(grad_rows_RD)
     with lane.join(Kind.DISPATCH_BACKWARD):
-        lane.arrive(Kind.DISPATCH_BACKWARD)
+        lane.arrive(Kind.DISPATCH_BACKWARD, routing.tally)
         finish(
             lane.channel, Kind.DISPATCH_BACKWARD, grad_x_TD, token,
             routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally, grad_scores_TK,
@@ -238,7 +238,7 @@ def join_dispatch_again(
     """Take the rows that a second dispatch brought here, in the places of the first; return a token too."""
     rows_RD, token = x_TD.new_empty((num_rows, lane.layout.hidden_dim)), _token(x_TD)
     with lane.join(Kind.DISPATCH_AGAIN):
-        lane.arrive(Kind.DISPATCH_AGAIN)
+        lane.arrive(Kind.DISPATCH_AGAIN, routing.tally)
         expand_again(
             lane.channel, rows_RD, routing.row_of_copy, routing.tally, token, pad_multiple=pad_multiple
         )
@@ -282,7 +282,7 @@ def _join_sums(
     T = routing.copy_of_peer_TW.shape[0]
     sums_TD, token = like.new_empty((T, lane.layout.hidden_dim)), _token(like)
     with lane.join(kind):
-        lane.arrive(kind)
+        lane.arrive(kind, routing.tally)
         finish(
             lane.channel, kind, sums_TD, token,
             routing.copy_of_peer_TW, routing.copy_of_slot_TK, routing.tally,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from symm_a2a.config import EPConfig
+from symm_a2a.config import EPConfig, debugging
 from symm_a2a.diagnosis import Diagnosis
 from symm_a2a.errors import (
     CapacityError,
@@ -21,6 +21,7 @@ from symm_a2a.errors import (
     LaneBusyError,
 )
 from symm_a2a.host_wait import HostWait, channel_of
+from symm_a2a.inspection import Inspector
 from symm_a2a.kernels.blocks import blocks_for
 from symm_a2a.kernels.channel import Cell, Channel, HostCounts, Kind, Report, state_cells
 from symm_a2a.kernels.credit import credit
@@ -94,7 +95,9 @@ class Lane:
             multiprocessors=multiprocessors_of(device),
             blocks=blocks_for(layout, cfg.num_programs),
             counts=HostCounts(),
+            holds=debugging(),
         )
+        self._inspector = Inspector(index, self.channel) if self.channel.holds else None
         self._status = self.channel.status.numpy()
         self._diagnosis = Diagnosis(index, memory, self.channel, cfg.timeout)
         self._rows = RowCount(device)
@@ -202,16 +205,22 @@ class Lane:
         begin = recorder and recorder.mark()
         with self._profiled(kind, "join", 0):
             yield
+            if self._inspector is not None:
+                self._inspector.poison(kind)
         self._in_flight, self._held = None, ()
         if recorder is not None:
             recorder.joined(self.index, (begin, recorder.mark()), self._arrived)
         self.raise_reports()
 
-    def arrive(self, kind: Kind) -> None:
+    def arrive(self, kind: Kind, tally: torch.Tensor | None = None) -> None:
         """Every peer's copies are here, for the kernels that follow in the caller's stream.
 
+        Args:
+            kind: what is joined.
+            tally: of the dispatch that it follows, if it follows one.
+
         Raises:
-            ExchangeError: a peer did not take part.
+            ExchangeError: a peer did not take part; or, in debug mode, has sent what it should not.
         """
         self._stream.rejoin()
         if self._host is not None:
@@ -219,6 +228,9 @@ class Lane:
                 self._host.copies(kind)
             if self.recorder is not None:
                 self._arrived = self._host.arrival(kind)
+        if self._inspector is not None:
+            with self._waiting():
+                self._inspector.inspect(kind, tally)
 
     def _profiled(self, kind: Kind, phase: str, ahead: int) -> AbstractContextManager[object]:
         return profiled(phase, kind, self.index, self._epoch(kind) + ahead)

@@ -88,6 +88,11 @@ class Cell(IntEnum):
         """Return the cell that counts the launches of a direction."""
         return cls.SCATTER_LAUNCHED if scatters else cls.GATHER_LAUNCHED
 
+    @classmethod
+    def joined(cls, *, scatters: bool) -> Cell:
+        """Return the cell that counts the joins of a direction."""
+        return cls.SCATTER_JOINED if scatters else cls.GATHER_JOINED
+
 
 class Wait(IntEnum):
     """What a kernel, or the host, was waiting for when it gave up; or what came, and was wrong."""
@@ -165,6 +170,7 @@ class Channel:
         multiprocessors: of the device; what fills it is a number of programs for each of them.
         blocks: tile sizes.
         counts: what the host has done.
+        holds: whether joins leave it to the host to free the sections, see `free`.
     """
 
     rank: int
@@ -181,6 +187,7 @@ class Channel:
     multiprocessors: int
     blocks: Blocks
     counts: HostCounts
+    holds: bool = False
 
     def offset(self, region: str) -> int:
         """Return where a region starts, in bytes from the lane's address on any rank."""

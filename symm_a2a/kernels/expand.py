@@ -87,7 +87,8 @@ def _expand_kernel(
     rows_ptr, tokens_per_expert_ptr, row_of_copy_ptr, score_of_copy_ptr, tally_ptr, token_ptr,
     ledger_ptr, counts_ptr, headers_ptr, payload_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr,
     rank, C, capacity,
-    FREE: tl.constexpr, PAD: tl.constexpr, GAPS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    FREE: tl.constexpr, HOLDS: tl.constexpr,
+    PAD: tl.constexpr, GAPS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, L_PAD: tl.constexpr,
     W: tl.constexpr, W_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -147,7 +148,7 @@ def _expand_kernel(
                 )  # fmt: skip
         if GAPS:
             zero_gaps(rows_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)
-    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, W, W_PAD)
+    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, HOLDS, W, W_PAD)
 
 
 def expand(
@@ -211,7 +212,8 @@ def expand(
         channel.local["counts"], channel.local["headers"], channel.local["scatter_rows"],
         channel.peers_W, channel.local["scatter_ready"], channel.state, channel.status,
         channel.rank, layout.max_tokens, rows_RD.shape[0],
-        FREE=channel.offset("scatter_free"), PAD=pad_multiple, GAPS=not exact or pad_multiple > 1,
+        FREE=channel.offset("scatter_free"), HOLDS=channel.holds,
+        PAD=pad_multiple, GAPS=not exact or pad_multiple > 1,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         E=layout.num_experts, L_PAD=padded(L), W=W, W_PAD=padded(W),
         BLOCK_C=blocks.copies, BLOCK_R=blocks.copy_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,

@@ -21,7 +21,8 @@ _KIND = tl.constexpr(int(Kind.DISPATCH_AGAIN))
 def _expand_again_kernel(
     rows_ptr, row_of_copy_ptr, tally_ptr, token_ptr,
     payload_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr, rank, C, capacity,
-    FREE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    FREE: tl.constexpr, HOLDS: tl.constexpr,
+    PAD: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
     K_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +47,7 @@ def _expand_again_kernel(
         zero_gaps(rows_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)
         if program == 0:
             tl.store(token_ptr, 0.0)
-    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, W, W_PAD)
+    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, HOLDS, W, W_PAD)
 
 
 def expand_again(
@@ -98,7 +99,8 @@ def expand_again(
         rows_RD, row_of_copy, tally, token,
         channel.local["scatter_rows"], channel.peers_W, channel.local["scatter_ready"],
         channel.state, channel.status, channel.rank, layout.max_tokens, rows_RD.shape[0],
-        FREE=channel.offset("scatter_free"), PAD=pad_multiple,
+        FREE=channel.offset("scatter_free"), HOLDS=channel.holds,
+        PAD=pad_multiple,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         L=L, L_PAD=padded(L), W=W, W_PAD=padded(W),
         BLOCK_R=blocks.copy_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,

@@ -39,7 +39,8 @@ def _zero_absent(
 def _expand_grad_kernel(
     grad_y_ptr, grad_score_ptr, y_ptr, row_of_copy_ptr, score_of_copy_ptr, tally_ptr, token_ptr,
     payload_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr, rank, C, capacity,
-    FREE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    FREE: tl.constexpr, HOLDS: tl.constexpr,
+    PAD: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
     K_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -102,7 +103,7 @@ def _expand_grad_kernel(
         zero_gaps(grad_y_ptr, expert_rows, capacity, program, programs, PAD, D, L, L_PAD, BLOCK_R, BLOCK_N)
         if program == 0:
             tl.store(token_ptr, 0.0)
-    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, W, W_PAD)
+    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, HOLDS, W, W_PAD)
 
 
 def expand_grad(
@@ -161,7 +162,8 @@ def expand_grad(
         grad_y_RD, grad_score_of_copy, y_RD, row_of_copy, score_of_copy, tally, token,
         channel.local["scatter_rows"], channel.peers_W, channel.local["scatter_ready"],
         channel.state, channel.status, channel.rank, layout.max_tokens, grad_y_RD.shape[0],
-        FREE=channel.offset("scatter_free"), PAD=pad_multiple,
+        FREE=channel.offset("scatter_free"), HOLDS=channel.holds,
+        PAD=pad_multiple,
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         L=L, L_PAD=padded(L), W=W, W_PAD=padded(W), VECTOR=blocks.vector,
         BLOCK_C=blocks.copies, BLOCK_R=blocks.grad_rows, BLOCK_K=blocks.slots, BLOCK_N=blocks.columns,

@@ -20,7 +20,8 @@ _JOINED = tl.constexpr(int(Cell.GATHER_JOINED))
 def _finish_kernel(
     out_ptr, grad_scores_ptr, token_ptr, copy_of_peer_ptr, copy_of_slot_ptr, tally_ptr,
     payload_ptr, scores_ptr, peers_ptr, ready_ptr, state_ptr, status_ptr, rank, T, C,
-    FREE: tl.constexpr, HAS_SCORES: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    FREE: tl.constexpr, HOLDS: tl.constexpr,
+    HAS_SCORES: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, L: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +72,7 @@ def _finish_kernel(
                 tl.store(grad_scores_ptr + t[:, None] * K + k[None, :], grad, mask=mask)
         if program == 0:
             tl.store(token_ptr, 0.0)
-    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, W, W_PAD)
+    release_sections(peers_ptr, state_ptr, rank, epoch, _DONE, _JOINED, FREE, HOLDS, W, W_PAD)
 
 
 def finish(
@@ -125,7 +126,8 @@ def finish(
         copy_of_peer_TW, copy_of_slot_TK, tally,
         channel.local["gather_rows"], channel.local["gather_scores"], channel.peers_W,
         channel.local["gather_ready"], channel.state, channel.status, channel.rank, T, layout.max_tokens,
-        FREE=channel.offset("gather_free"), HAS_SCORES=grad_scores_TK is not None, KIND=int(kind),
+        FREE=channel.offset("gather_free"), HOLDS=channel.holds,
+        HAS_SCORES=grad_scores_TK is not None, KIND=int(kind),
         D=layout.hidden_dim, P=layout.padded_hidden, K=layout.top_k, K_PAD=padded(layout.top_k),
         L=L, W=W, W_PAD=padded(W),
         BLOCK_R=blocks.rows, BLOCK_W=blocks.peers, BLOCK_N=blocks.columns,

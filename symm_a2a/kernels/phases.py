@@ -78,10 +78,15 @@ def may_join(
 @triton.jit
 def release_sections(
     peers_ptr, state_ptr, rank, epoch,
-    DONE: tl.constexpr, JOINED: tl.constexpr, FREE: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    DONE: tl.constexpr, JOINED: tl.constexpr, FREE: tl.constexpr, HOLDS: tl.constexpr,
+    W: tl.constexpr, W_PAD: tl.constexpr,
 ):  # fmt: skip
-    """End a join, in its last program: count it, and let every peer overwrite its section."""
+    """End a join, in its last program: count it, and let every peer overwrite its section.
+
+    With `HOLDS` the host does the latter, when it has poisoned the section.
+    """
     if last_program(state_ptr + DONE):
         if healthy(state_ptr):
             tl.store(state_ptr + JOINED, epoch)
-            publish(peers_ptr, FREE, rank, flag_words(epoch, 0, 0, W_PAD), W, W_PAD)
+            if not HOLDS:
+                publish(peers_ptr, FREE, rank, flag_words(epoch, 0, 0, W_PAD), W, W_PAD)
