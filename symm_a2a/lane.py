@@ -186,8 +186,8 @@ class Lane:
         if self.memory.spins:
             for kind in Kind:
                 credit(self.channel, kind)
-            polls = looks_within(self.cfg.timeout, looks_per_second(self.layout.world_size, self.device))
-            self.channel = replace(self.channel, polls=polls)
+            per_second = looks_per_second(self.layout.world_size, self.channel.state.device)
+            self.channel = replace(self.channel, polls=looks_within(self.cfg.timeout, per_second))
 
     def _alternates(self, kind: Kind) -> bool:
         return self._last_launch is None or self._last_launch.scatters != kind.scatters

@@ -4,7 +4,9 @@ import math
 import os
 import signal
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 import symm_a2a
 from symm_a2a import Link, SymmTokenDispatcher
+from symm_a2a.host_wait import HostWait
 from symm_a2a.memory import Arrivals
 from symm_a2a.testing import RankError, run_ranks
 from tests.ranks import C, config, forward_backward, inputs, weights
@@ -151,12 +154,27 @@ def test_epochs_wrap_and_leave_the_time_alone(world, epoch):
 LATENCY, BANDWIDTH = 0.15, 1e5
 
 
+@contextmanager
+def processor_time_in(owner, name):
+    """Note what the calls of a method inside cost the processor."""
+    method, spent = getattr(owner, name), []
+
+    def noted(*given):
+        before = time.process_time()
+        result = method(*given)
+        spent.append(time.process_time() - before)
+        return result
+
+    with mock.patch.object(owner, name, noted):
+        yield spent
+
+
 def timed(rank, group, dispatcher, tokens, lanes):
     """Launch dispatches, then join them; when, and what left this rank for the other.
 
     Returns:
         For each lane when its launch began and its join ended, its exchange, and the processor's time in
-        the join.
+        the join's wait.
     """
     x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=tokens)
     ids.fill_(7 * (1 - rank))  # all to the other rank
@@ -168,9 +186,9 @@ def timed(rank, group, dispatcher, tokens, lanes):
             began[lane] = time.monotonic()
             pending[lane] = dispatcher.dispatch_async(x, scores, ids, lane=lane)
         for lane in lanes:
-            before = time.process_time()
-            pending[lane].join()
-            busy[lane], joined[lane] = time.process_time() - before, time.monotonic()
+            with processor_time_in(HostWait, "copies") as spent:
+                pending[lane].join()
+            busy[lane], joined[lane] = sum(spent), time.monotonic()
     flights = {exchange.lane: exchange for exchange in recording.timeline.exchanges}
     return {lane: (began[lane], joined[lane], flights[lane], busy[lane]) for lane in lanes}
 
@@ -226,7 +244,7 @@ def test_a_join_sleeps_until_the_latency_is_over(measured):
     for began, joined, exchange, busy, peer in flights(measured, "latency"):
         assert joined - began >= LATENCY - max(0.0, began - peer.launch.begin) - MICROSECOND
         assert exchange.wait.seconds > LATENCY / 2
-        assert busy < LATENCY / 2, "asleep"
+        assert busy < LATENCY / 5, "asleep"
 
 
 def test_more_bytes_take_longer(measured):

@@ -47,10 +47,12 @@ def looks_per_second(world_size: int, device: torch.device) -> float:
     flags_W = torch.zeros(world_size, dtype=torch.int64, device=device)
     state = torch.zeros(Cell.FAILED + 1, dtype=torch.int64, device=device)
     look(flags_W, state, 0)
-    looks, seconds = 8, 0.0
-    while seconds < _LONG_ENOUGH and looks < _MOST // 2:
-        looks *= 2
+    looks, seconds = 1, 0.0
+    for power in range(4, 31):
+        looks = 1 << power
         seconds = _time(flags_W, state, looks)
+        if seconds > _LONG_ENOUGH:
+            break
     return looks / seconds
 
 

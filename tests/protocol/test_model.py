@@ -88,7 +88,7 @@ def test_every_order_that_differs_in_what_somebody_sees_is_right(name, world, wo
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", ["everything", "three lanes"])
 def test_random_orders_of_many_ranks_are_right(name, world):
-    assert walk(System([schedule(name, world)] * 7, world), walks=20, seed=7).violation is None
+    assert walk(System([schedule(name, world)] * 6, world), walks=10, seed=7).violation is None
 
 
 def test_schedules_are_what_they_are_for():
