@@ -184,7 +184,7 @@ def test_sections_past_two_thousand_million_elements_are_reached(monkeypatch):
         return [cls(rank, arenas) for rank in range(world_size)]
 
     monkeypatch.setattr(VirtualMemory, "world", classmethod(untouched))
-    D, C = 1 << 20, 2050
+    D, C = 1 << 17, (1 << 14) + 2
     assert C * D > 1 << 31
     cfg = EPConfig(num_experts=2, top_k=1, hidden_dim=D, max_tokens_per_rank=C, num_lanes=1)
     xs = [torch.randn(2, D).bfloat16() for _ in range(2)]
