@@ -60,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     checker.add_argument(
         "--seconds", type=_duration, default=30.0, help="for all of it; at least one case is run"
     )
+    checker.add_argument(
+        "--chaos", action="store_true",
+        help="meanwhile ranks are stopped, raise, come late and are killed, and nothing may be left of them",
+    )  # fmt: skip
     checker.add_argument("--seed", type=int, help="of the first case; the n-th after it has seed + n")
     parser.set_defaults(json=False)
     return parser
@@ -83,7 +87,8 @@ def _duration(text: str) -> float:
 
 def _check(options: argparse.Namespace) -> int:
     progress = _Progress()
-    result = check.check(options.ranks, options.seconds, options.seed, progress)
+    run = check.soak if options.chaos else check.check
+    result = run(options.ranks, options.seconds, options.seed, progress)
     progress.end()
     if options.json:
         print(json.dumps({**asdict(result), "passed": result.passed}, indent=2))
@@ -161,6 +166,18 @@ def _peers(access: list[list[bool]]) -> str:
     return f"all but GPU {', '.join(pairs)}" if pairs else "all pairs" if len(access) > 1 else "one GPU"
 
 
+def _acts(result: check.Result) -> list[tuple[str, Any]]:
+    """Return lines on what befell the ranks, and what rank 0 held at the beginning and at the end."""
+    if not result.acts:
+        return []
+    lines: list[tuple[str, Any]] = [
+        ("acts", ", ".join(f"{number} {kind}" for kind, number in sorted(result.acts.items())))
+    ]
+    if held := result.resident_bytes:
+        lines.append(("memory of rank 0", " to ".join(_size(count) for count in (held[0], held[-1]))))
+    return lines
+
+
 def _outcome(result: check.Result) -> str:
     """Return a check's result for a reader."""
     parts = []
@@ -178,7 +195,8 @@ def _outcome(result: check.Result) -> str:
         parts.append(f"rank {first['rank']} failed first:\n{first['text'].rstrip()}")
     if result.details:
         seed = result.details[0]["seed"]
-        again = f"python -m symm_a2a check --ranks {result.ranks} --seed {seed} --seconds 0"
+        chaos = "--chaos " if result.acts else ""
+        again = f"python -m symm_a2a check {chaos}--ranks {result.ranks} --seed {seed} --seconds 0"
         parts.append(f"to run the first of these cases again: {again}")
     rate = result.cases / result.seconds if result.seconds else 0.0
     lines = [
@@ -187,6 +205,7 @@ def _outcome(result: check.Result) -> str:
         ("kernels", result.kernels),
         ("seed", result.seed),
         ("cases", f"{result.cases}, of {result.steps} steps; {rate:.2f} cases per second"),
+        *_acts(result),
         ("mismatches", result.mismatches),
         ("seconds", f"{result.seconds:.1f}" + (", then interrupted" if result.interrupted else "")),
     ]

@@ -5,6 +5,8 @@ All derive from `SymmA2AError`; where a built-in class fits as well, the error i
 peer, or the order of calls is at fault).
 """
 
+from __future__ import annotations
+
 
 class SymmA2AError(Exception):
     """Base class of the library's errors."""
@@ -56,6 +58,13 @@ class ClosedError(SymmA2AError, RuntimeError):
 
 class ExchangeError(SymmA2AError, RuntimeError):
     """An exchange that cannot complete; the arena refuses further work."""
+
+    def again(self) -> ExchangeError:
+        """Return the same error, never raised, to be kept.
+
+        One that was raised holds the frames that it passed through, and all their tensors.
+        """
+        return type(self)(*self.args)
 
 
 class PeerTimeoutError(ExchangeError, TimeoutError):

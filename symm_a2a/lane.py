@@ -72,7 +72,7 @@ class Lane:
         self._in_flight: Kind | None = None
         self._last_launch: Kind | None = None
         self._last_launch_captured = False
-        self._held: tuple[torch.Tensor, ...] = ()
+        self._held: tuple[torch.UntypedStorage, ...] = ()
         self._stream = LaneStream(device, exists=self._on_gpu and memory.spins)
         self._arrived: float | None = None
         self.recorder: Recorder | None = None
@@ -134,7 +134,8 @@ class Lane:
         with self._profiled(kind, "launch", 1):
             with self._stream.beside_caller() if beside else nullcontext():
                 self._begin(kind, kernel_waits)
-                self._held = holds
+                # Not the tensors, whose graph leads to this lane: nobody could collect such a circle.
+                self._held = tuple(tensor.untyped_storage() for tensor in holds)
                 yield
                 after = self._copies(kind)
                 arrival = recorder.mark() if recorder is not None and self._on_gpu else None
@@ -288,7 +289,7 @@ class Lane:
             ExpertIdError: a dispatch had ids out of range; those slots were masked.
         """
         if self._failures:
-            raise self._failures[0]
+            raise self._failures[0].again()
         if self._status[Report.FAILURE]:
             raise self.fail(self._diagnosis.reported())
         if self._status[Report.INVALID_IDS]:
@@ -314,7 +315,7 @@ class Lane:
 
     def fail(self, error: ExchangeError) -> ExchangeError:
         """Fail all lanes for good, tell every peer, and return the error to raise."""
-        self._failures.append(error)
+        self._failures.append(error.again())
         self.abort()
         return error
 

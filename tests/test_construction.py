@@ -171,3 +171,34 @@ def test_a_rank_killed_in_the_constructor_leaves_nothing():
     with pytest.raises(RankError, match=r"SIGKILL|signal"):
         run_ranks(killed_in_the_constructor, 2, timeout=60)
     assert [name for name in os.listdir("/dev/shm") if name not in before] == []
+
+
+def failed_and_forgotten(rank, group, how):
+    """A rank throws while an exchange with gradients is in flight; what the others catch keeps nothing."""
+    before = mappings()
+    try:
+        train(rank, group, how)
+    except (ZeroDivisionError, symm_a2a.PeerLostError) as error:
+        kind = type(error).__name__
+    gc.collect()
+    return kind, mappings() - before
+
+
+def train(rank, group, how):
+    dispatcher = SymmTokenDispatcher(config(), group)
+    x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=5)
+    rows, _, handle = dispatcher.dispatch_async(x.requires_grad_(), scores, ids).join()
+    pending = dispatcher.combine_async(rows * 2, handle)
+    out = pending.join() if how == "backward" else None
+    if rank == 1:
+        if how == "closed":
+            dispatcher.close()
+        raise ZeroDivisionError("a bug of the caller's")
+    if out is None:
+        out = pending.join()
+    (out.sum() + dispatcher.dispatch(x, scores, ids)[0].sum()).backward()
+
+
+@pytest.mark.parametrize("how", ["closed", "collected", "backward"])
+def test_nothing_is_left_of_a_failed_exchange_whose_error_was_caught(how):
+    assert run_ranks(failed_and_forgotten, 2, how) == [("PeerLostError", 0), ("ZeroDivisionError", 0)]

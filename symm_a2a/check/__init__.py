@@ -14,6 +14,6 @@ one file a rank, so that a case that hangs or dies is known too.
 from symm_a2a.check.cases import draw_case
 from symm_a2a.check.journal import Result
 from symm_a2a.check.ranks import run_case, run_cases
-from symm_a2a.check.run import check
+from symm_a2a.check.run import check, soak
 
-__all__ = ["Result", "check", "draw_case", "run_case", "run_cases"]
+__all__ = ["Result", "check", "draw_case", "run_case", "run_cases", "soak"]

@@ -22,6 +22,8 @@ class Result:
         kernels: `"compiled"` or `"interpreted"`.
         seed: of the first case; the n-th has `seed + n`.
         cases: run, the one that failed included.
+        acts: run, by their kind; see `soak`.
+        resident_bytes: of rank 0 after each act, shared memory included.
         mismatches: cases with a wrong result on any rank, or that failed or hung.
         details: of the mismatches, at most 50.
         failures: what became of the ranks, the first failure first, where a case failed or hung, or none
@@ -35,11 +37,17 @@ class Result:
     seed: int
     cases: int = 0
     steps: int = 0
+    acts: dict[str, int] = field(default_factory=dict)
+    resident_bytes: list[int] = field(default_factory=list)
     mismatches: int = 0
     seconds: float = 0.0
     details: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, Any]] = field(default_factory=list)
     interrupted: bool = False
+
+    def count(self, act: str) -> None:
+        """Count an act of a kind."""
+        self.acts[act] = self.acts.get(act, 0) + 1
 
     @property
     def passed(self) -> bool:
@@ -79,6 +87,9 @@ class Journal:
                 if rank == 0:
                     self._result.cases += 1
                     self._result.steps += entry["steps"]
+                    if "act" in case:
+                        self._result.count(case["act"])
+                        self._result.resident_bytes.append(entry["resident"])
 
     def blame(self, error: RankError) -> None:
         """Add that the ranks failed, in the case that the first of them had begun, if it had."""
@@ -91,7 +102,7 @@ class Journal:
             self._add({**self._case[first.rank], "rank": first.rank, "what": "case failed", "got": why})
 
     def _add(self, mismatch: dict[str, Any]) -> None:
+        self._result.mismatches += mismatch["seed"] not in self._wrong
         self._wrong.add(mismatch["seed"])
-        self._result.mismatches = len(self._wrong)
         if len(self._result.details) < _MOST_DETAILS:
             self._result.details.append(mismatch)

@@ -56,7 +56,12 @@ _PRELOAD = ("torch", "torch.distributed", "numpy", "symm_a2a", "symm_a2a.testing
 
 
 def run_ranks(
-    fn: Callable[..., Result], world_size: int, *args: Any, timeout: float = 120.0, device: str = "cpu"
+    fn: Callable[..., Result],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    device: str = "cpu",
+    patience: float = GRACE,
 ) -> list[Result]:
     """Call `fn(rank, group, *args)` in `world_size` processes that form a process group.
 
@@ -73,6 +78,7 @@ def run_ranks(
         device: `"cpu"`, a gloo group; `"cuda"`, an NCCL group and one GPU per rank, made current; or
             `"cuda:0"`, any index, a gloo group and one GPU for all ranks, which take turns on it: right,
             and slow.
+        patience: seconds that the other ranks get, after the first failure, to fail or finish by themselves.
 
     Returns:
         What `fn` returned, in rank order.
@@ -106,12 +112,12 @@ def run_ranks(
     try:
         for rank in ranks:
             rank.start()
-        _collect(ranks, deadline, f"had not finished after {timeout:g} s")
+        _collect(ranks, deadline, f"had not finished after {timeout:g} s", patience)
         results = [rank.result() for rank in ranks]
         for rank in ranks:
             rank.release()
         until = time.monotonic() + TEARDOWN
-        _collect(ranks, until, f"returned, but did not leave its process group within {TEARDOWN:g} s")
+        _collect(ranks, until, f"returned, but did not leave its process group within {TEARDOWN:g} s", GRACE)
         for rank in ranks:
             rank.process.join(until - time.monotonic())
         return results
@@ -243,22 +249,23 @@ class _Rank:
             pipe.close()
 
 
-def _collect(ranks: list[_Rank], deadline: float, overdue: str) -> None:
+def _collect(ranks: list[_Rank], deadline: float, overdue: str, patience: float) -> None:
     """Wait until every rank has reported.
 
     Args:
         ranks: started, without a report.
         deadline: of the monotonic clock.
         overdue: what to say of ranks that miss it.
+        patience: seconds for the others, once a rank has failed.
 
     Raises:
-        RankError: a rank failed or missed the deadline; the others had `GRACE` to follow.
+        RankError: a rank failed or missed the deadline; the others had time to follow.
     """
     while missing := [rank for rank in ranks if rank.report is None]:
         failed = any(rank.report and rank.report.failure for rank in ranks)
-        if failed and deadline > time.monotonic() + GRACE:
-            deadline = time.monotonic() + GRACE
-            overdue = f"had not finished {GRACE:g} s after the first failure"
+        if failed and deadline > time.monotonic() + patience:
+            deadline = time.monotonic() + patience
+            overdue = f"had not finished {patience:g} s after the first failure"
         watched = [end for rank in missing for end in (rank.pipe, rank.process.sentinel)]
         if not wait(watched, max(0.0, deadline - time.monotonic())):
             for rank in missing:

@@ -108,7 +108,7 @@ class SequenceLane:
         if self._failure is None and self._status[Report.FAILURE]:
             self.fail(self._diagnosis.reported())
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.again()
 
     def settle(self) -> None:
         """Wait for the device, and raise what has been reported then."""
@@ -118,7 +118,7 @@ class SequenceLane:
 
     def fail(self, error: ExchangeError) -> None:
         """Fail for good, and tell every peer."""
-        self._failure = self._failure or error
+        self._failure = self._failure or error.again()
         self.abort()
 
     def abort(self) -> None:
