@@ -126,3 +126,18 @@ def test_every_public_name_is_in_the_reference():
         home = getattr(getattr(symm_a2a, name), "__module__", None)
         assert f"symm_a2a.{name}" in shown or home in shown, name
     assert len(set(shown)) == len(shown)
+
+
+def test_every_promise_names_a_test_that_is_there():
+    """In the page of promises: files, and `file::test`, a `::test` of the file before it."""
+    file = None
+    named = re.findall(
+        r"`((?:tests|symm_a2a)/[\w/.]+)?(::\w+)?`", (ROOT / "docs" / "reliability.md").read_text()
+    )
+    assert len(named) > 30
+    for path, name in named:
+        if path:
+            file = ROOT / path
+            assert file.exists(), path
+        if name:
+            assert f"def {name[2:]}(" in file.read_text(), name

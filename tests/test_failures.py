@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -225,6 +226,36 @@ def test_check_raises_what_kernels_have_reported_and_nobody_has_asked_for(carrie
         carrier.check()
     with pytest.raises(symm_a2a.ExchangeError, match="word that the last exchange was taken"):
         carrier.dispatch(X, SCORES, IDS)
+
+
+def interrupted_while_it_waits(rank, group):
+    dispatcher = SymmTokenDispatcher(config(timeout=60), group)
+    x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=5)
+    rows, _, handle = dispatcher.dispatch(x, scores, ids)
+    begin = time.monotonic()
+    if rank == 1:
+        time.sleep(1)
+        # What rank 0 had sent is still good; what it will not send is not waited for.
+        dispatcher.combine(rows, handle)
+        with pytest.raises(symm_a2a.PeerLostError, match="peer 0 gave up"):
+            dispatcher.dispatch(x, scores, ids)
+        return time.monotonic() - begin
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        dispatcher.combine(rows, handle)
+    seconds = time.monotonic() - begin
+    with pytest.raises(symm_a2a.LaneBusyError, match="the lane is lost: close the dispatcher"):
+        dispatcher.combine(rows, handle)
+    dispatcher.close()
+    return seconds
+
+
+def test_an_interrupt_ends_a_wait():
+    """At once, where it came; and for the peer, when that rank closes its dispatcher."""
+    interrupted, told = run_ranks(interrupted_while_it_waits, 2, timeout=50)
+    assert 0.2 < interrupted < 10
+    assert told < 10
 
 
 def closed_in_flight(rank, group, when):

@@ -75,12 +75,17 @@ def _in_turns(flows: Sequence[Flow]) -> list[Outcome]:
 def _recomputed(flow: Callable[[Tensors], Flow], leaves: Tensors) -> Outcome:
     """Run a flow under activation checkpointing."""
     seen: list[Outcome] = []
+    wanted = [seen]
 
     def body(*given: Tensor) -> Tensor:
-        seen.extend(_in_turns([flow(replace(leaves, **dict(zip(LEAVES, given, strict=True))))]))
-        return seen[-1].out
+        (outcome,) = _in_turns([flow(replace(leaves, **dict(zip(LEAVES, given, strict=True))))])
+        for first in wanted:
+            first.append(outcome)
+        return outcome.out
 
     out = checkpoint(body, *(getattr(leaves, name) for name in LEAVES), use_reentrant=False)
+    # The graph keeps this function, to run it again: it must not keep the graph.
+    wanted.clear()
     return replace(seen[0], leaves=leaves, out=out)
 
 
