@@ -68,7 +68,7 @@ class Device:
         caller: the stream that the caller is in.
         current: the stream that kernels go to.
         kernels: `(stream, lane, kernel, behind)` of every launch, `behind` of the lane's earlier ones.
-        tensors: what kernels beside the caller were given, but for the lane's own.
+        tensors: the storages that kernels beside the caller were given, but for the lane's own.
     """
 
     def __init__(self):
@@ -133,7 +133,7 @@ def note_launches(gpu, lanes, monkeypatch):
             gpu.current.run((lane, len(gpu.kernels)))
             if gpu.beside:
                 tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and id(arg) not in kept]
-                gpu.tensors += [weakref.ref(tensor) for tensor in tensors]
+                gpu.tensors += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
             return run(*args, **options)
 
         return seen
