@@ -130,6 +130,14 @@ def test_a_rank_that_constructs_alone_is_told_who_is_missing(kind):
     assert "construction is collective" in run_ranks(alone_in_the_constructor, 2, kind)[0]
 
 
+def test_a_device_that_cannot_be_is_refused_by_every_kind():
+    for make_one in (SymmTokenDispatcher, baselines.AllToAllTokenDispatcher):
+        with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match="cuda or cpu device, got meta"):
+            make_one(config(), device="meta")
+    with pytest.raises(symm_a2a.EnvironmentUnsupportedError, match="cuda or cpu device, got meta"):
+        SequenceGroup(device="meta")
+
+
 def often_over_many_groups(rank, group):
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2])]
     for _ in range(3):

@@ -16,7 +16,7 @@ from symm_a2a.config import DTYPES
 from symm_a2a.errors import ClosedError, ConfigError, EnvironmentUnsupportedError, InputError
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.ulysses import Kind, SequenceLayout, Sizes, describe_card
-from symm_a2a.memory import Backend, create_memory, default_device, require_agreement
+from symm_a2a.memory import Backend, create_memory, default_device, require_agreement, require_device
 from symm_a2a.runtime import require_runnable
 from symm_a2a.ulysses import table
 from symm_a2a.ulysses.lane import SequenceLane
@@ -86,7 +86,7 @@ class SequenceGroup:
         self.closed = False
         self.max_bytes = max_bytes
         self.timeout = timeout
-        self.device = _device(process_group, device)
+        self.device = default_device(process_group) if device is None else require_device(device)
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         # The table of process groups must not keep its keys alive.
@@ -263,13 +263,3 @@ class SequenceGroup:
             "expected no pickling of a SequenceGroup, whose memory is mapped in this process alone; "
             "make one in the process that needs it"
         )
-
-
-def _device(process_group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
-    """Return the device of a group, with an index where it is a GPU."""
-    chosen = default_device(process_group) if device is None else torch.device(device)
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentUnsupportedError(f"expected a CUDA device to be there, got none for {chosen}")
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
