@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
-from symm_a2a import SymmTokenDispatcher, check
+from symm_a2a import SymmTokenDispatcher
 from symm_a2a.__main__ import main
-from symm_a2a.check import acts, chaos
+from symm_a2a.check import chaos
 from symm_a2a.check.acts import WEIGHTS, draw_act
 from symm_a2a.check.run import _after
 from symm_a2a.lane import Lane
@@ -45,7 +45,6 @@ def test_seeds_go_on_behind_the_acts_that_ran_and_the_ranks_that_were_killed():
     kinds = [draw_act(seed, RANKS).kind for seed in range(60)]
     killed = kinds.index("killed")
     assert _after(killed, RANKS, 0) == killed + 1
-    assert _after(0, RANKS, 5) == 5 + kinds[:5].count("killed") + (kinds[5] == "killed") * 0
     assert sum(kind != "killed" for kind in kinds[: _after(0, RANKS, 40)]) == 40
 
 
@@ -140,5 +139,3 @@ def test_the_report_says_what_happened_and_how_to_repeat_it(capsys, monkeypatch)
     assert f"python -m symm_a2a check --chaos --ranks 2 --seed {seed} --seconds 0" in out
     assert "acts              1 plain" in out
     assert "memory of rank 0" in out
-    assert acts.draw_act(seed, 2).kind == "plain"
-    assert check.soak is not None
