@@ -2,8 +2,11 @@
 
 import gc
 import os
+import re
 import signal
+import subprocess
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -11,14 +14,10 @@ import torch.distributed as dist
 
 import symm_a2a
 from symm_a2a import SequenceGroup, SymmTokenDispatcher, baselines
+from symm_a2a.check.footprint import footprint, shared_names
+from symm_a2a.memory.process import Process
 from symm_a2a.testing import RankError, run_ranks
 from tests.ranks import config, inputs
-
-
-def mappings() -> int:
-    """How much shared memory without a name this process has mapped."""
-    with open("/proc/self/maps") as maps:
-        return sum("/dev/shm/#" in line for line in maps)
 
 
 def create_and_close(rank, group):
@@ -31,7 +30,7 @@ def create_and_close(rank, group):
                     dispatcher.dispatch(x, scores, ids)[0], dispatcher.dispatch(x, scores, ids)[2]
                 )
     gc.collect()  # The interpreter leaves cycles that hold kernel arguments.
-    return len(os.listdir("/proc/self/fd")) - descriptors, mappings()
+    return len(os.listdir("/proc/self/fd")) - descriptors, footprint().mappings
 
 
 def test_fifty_times_create_and_close_leave_nothing():
@@ -39,10 +38,10 @@ def test_fifty_times_create_and_close_leave_nothing():
 
 
 def unnamed_while_open(rank, group):
-    before = os.listdir("/dev/shm")
+    before = shared_names()
     with SymmTokenDispatcher(config(), group):
         dist.barrier(group)
-        found = os.listdir("/dev/shm"), mappings()
+        found = shared_names(), footprint().mappings
         dist.barrier(group)
     return found[0] == before, found[1]
 
@@ -70,7 +69,7 @@ def no_room(rank, group):
     try:
         host.HostMemory(group, cfg.symmetric_bytes(2) if rank == 1 else 4096)
     except symm_a2a.EnvironmentUnsupportedError as error:
-        return str(error), mappings()
+        return str(error), footprint().mappings
 
 
 def test_a_rank_without_room_tells_every_rank_and_leaves_no_segment():
@@ -171,25 +170,64 @@ def killed_in_the_constructor(rank, group):
 
     if rank == 0:
         host.require_everyone = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    SymmTokenDispatcher(config(), group)
+    SymmTokenDispatcher(config(num_experts=6), group)
 
 
-def test_a_rank_killed_in_the_constructor_leaves_nothing():
-    before = os.listdir("/dev/shm")
-    with pytest.raises(RankError, match=r"SIGKILL|signal"):
-        run_ranks(killed_in_the_constructor, 2, timeout=60)
-    assert [name for name in os.listdir("/dev/shm") if name not in before] == []
+def killed_before_the_next(rank, group):
+    SymmTokenDispatcher(config(num_experts=6), group).close()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    SymmTokenDispatcher(config(num_experts=6), group)
+
+
+@pytest.mark.parametrize("where", [killed_in_the_constructor, killed_before_the_next])
+def test_a_rank_killed_around_a_construction_is_named_to_the_others_and_leaves_nothing(where):
+    before = shared_names()
+    with pytest.raises(RankError) as caught:
+        run_ranks(where, 3, timeout=60, patience=10)
+    texts = {failure.rank: failure.text.strip().splitlines() for failure in caught.value.failures}
+    assert "SIGKILL" in texts[0][0]
+    for rank in (1, 2):
+        assert re.match(r"symm_a2a\.errors\.PeerLostError: .*process of rank 0(, [12])? has", texts[rank][-1])
+    assert shared_names() <= before
+
+
+def of_another_machine(process):
+    return process._replace(boot="another")
+
+
+def of_another_container(process):
+    return process._replace(namespace=1)
+
+
+@pytest.mark.parametrize(
+    ("where", "ended"), [(None, True), (of_another_machine, False), (of_another_container, False)]
+)
+def test_only_a_process_that_can_be_seen_has_ended(where, ended):
+    sleeper = subprocess.Popen(["sleep", "60"])
+    with mock.patch("os.getpid", return_value=sleeper.pid):
+        process = Process.this()
+    seen = where(process) if where else process
+    assert Process.parse(process.text) == process
+    assert not process.has_ended
+    later = process._replace(started=process.started + 1)
+    assert later.has_ended
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert seen.has_ended == ended, "a zombie"
+    sleeper.wait()
+    assert seen.has_ended == ended
 
 
 def failed_and_forgotten(rank, group, how):
     """A rank throws while an exchange with gradients is in flight; what the others catch keeps nothing."""
-    before = mappings()
+    before = footprint().mappings
     try:
         train(rank, group, how)
     except (ZeroDivisionError, symm_a2a.PeerLostError) as error:
         kind = type(error).__name__
     gc.collect()
-    return kind, mappings() - before
+    return kind, footprint().mappings - before
 
 
 def train(rank, group, how):

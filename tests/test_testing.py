@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from symm_a2a.check.footprint import shared_names
 from symm_a2a.errors import InputError, PeerLostError, SymmA2AError
 from symm_a2a.testing import RankError, run_ranks
 
@@ -71,12 +72,12 @@ def test_four_ranks_start_fast():
 
 def tensors(rank, group, x, view):
     x += rank
-    return x, view, os.environ.get("SYMM_A2A_TEST"), sorted(os.listdir("/dev/shm"))
+    return x, view, os.environ.get("SYMM_A2A_TEST"), shared_names()
 
 
 def test_tensors_travel_by_value_and_environment_variables_come_along(monkeypatch):
     monkeypatch.setenv("SYMM_A2A_TEST", "seen")
-    before = sorted(os.listdir("/dev/shm"))
+    before = shared_names()
     x = torch.arange(300_000.0)  # Far more than a pipe holds.
     results = run_ranks(tensors, 2, x, x.view(2, -1)[1])
     for rank, (y, view, variable, shared) in enumerate(results):
@@ -86,7 +87,7 @@ def test_tensors_travel_by_value_and_environment_variables_come_along(monkeypatc
         assert shared == before
         assert not y.is_shared()
     assert torch.equal(x, torch.arange(300_000.0))
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert shared_names() == before
 
 
 def environment_at_start(rank, group):

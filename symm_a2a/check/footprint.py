@@ -33,5 +33,6 @@ def footprint() -> Footprint:
 
 
 def shared_names() -> set[str]:
-    """Return the names in the machine's shared memory that are this library's or a process's semaphores."""
-    return set(os.listdir(_SHARED_MEMORY)) if os.path.isdir(_SHARED_MEMORY) else set()
+    """Return the names in the machine's shared memory, but of semaphores, which have one for a moment."""
+    names = os.listdir(_SHARED_MEMORY) if os.path.isdir(_SHARED_MEMORY) else []
+    return {name for name in names if not name.startswith("sem.")}

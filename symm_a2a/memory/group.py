@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 
 from symm_a2a.errors import ConfigError, EnvironmentUnsupportedError
-from symm_a2a.memory.meeting import meet
+from symm_a2a.memory.meeting import meet, require_alive
+from symm_a2a.memory.process import boot_id
 
 _MESSAGE_BYTES = 1024
 
@@ -17,13 +20,23 @@ def exchange(group: dist.ProcessGroup, message: str) -> list[str]:
     Args:
         group: the ranks; all of them call this.
         message: at most 1024 bytes of UTF-8; longer ones are cut.
+
+    Raises:
+        PeerLostError: the group failed, as a rank's process has ended.
     """
     # NCCL moves what is on GPUs, gloo what is not.
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     data = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, mine, group=group)
+    try:
+        dist.all_gather(everyones, mine, group=group)
+    except RuntimeError:
+        # Connections close before their process has ended.
+        for nap in (0.0, 0.1, 0.3, 0.6):
+            time.sleep(nap)
+            require_alive(dist.get_process_group_ranks(group))
+        raise
     return [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in everyones]
 
 
@@ -38,6 +51,7 @@ def require_agreement(group: dist.ProcessGroup, what: str, value: str) -> None:
     Raises:
         ConfigError: names the first rank that differs from rank 0, and both values; or ranks construct over
             different groups.
+        PeerLostError: the process of a rank that is missing has ended.
         PeerTimeoutError: ranks did not come.
     """
     meet(group)
@@ -74,8 +88,7 @@ def require_one_machine(group: dist.ProcessGroup) -> None:
     Raises:
         EnvironmentUnsupportedError: names two ranks on different machines.
     """
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boots = exchange(group, file.read().strip())
+    boots = exchange(group, boot_id())
     for rank, boot in enumerate(boots):
         if boot != boots[0]:
             raise EnvironmentUnsupportedError(

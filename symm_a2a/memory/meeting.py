@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from symm_a2a.errors import ConfigError, PeerTimeoutError
+from symm_a2a.errors import ConfigError, PeerLostError, PeerTimeoutError
+from symm_a2a.memory.process import Process
 
 _log = logging.getLogger(__name__)
 
@@ -59,12 +61,14 @@ def meet(group: dist.ProcessGroup) -> None:
     Raises:
         ConfigError: a rank that is missing waits for this one over another group, so that neither would ever
             come; both learn it, with both groups.
+        PeerLostError: the process of a rank that is missing has ended.
         PeerTimeoutError: ranks did not come.
     """
     store, me = _get_default_store(), dist.get_rank()
     members = tuple(dist.get_process_group_ranks(group))
     number = store.add(f"symm_a2a/calls/{group.group_name}/{me}", 1)
     ours = Meeting(group.group_name, number, members)
+    store.set(_process(me), Process.this().text)
     store.set(_at(me), ours.text)
     store.set(ours.key(me), "")
     patience = store.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
@@ -73,6 +77,7 @@ def meet(group: dist.ProcessGroup) -> None:
     while missing := [rank for rank in missing if not store.check([ours.key(rank)])]:
         for rank in missing:
             _require_no_other(store, ours, me, rank)
+        require_alive(missing)
         waited = time.monotonic() - begin
         if waited > patience:
             raise PeerTimeoutError(_story(ours, me, missing, waited))
@@ -86,8 +91,28 @@ def meet(group: dist.ProcessGroup) -> None:
         store.delete_key(ours._replace(number=number - 1).key(me))
 
 
+def require_alive(ranks: Sequence[int]) -> None:
+    """Raise where the process of one of these global ranks, which constructed something once, has ended.
+
+    Raises:
+        PeerLostError: names them.
+    """
+    store = _get_default_store()
+    known = [rank for rank in ranks if store.check([_process(rank)])]
+    ended = [rank for rank in known if Process.parse(store.get(_process(rank)).decode()).has_ended]
+    if ended:
+        raise PeerLostError(
+            f"expected every rank of the group to take part in constructing, but the process of rank "
+            f"{', '.join(map(str, ended))} has ended; look at what it said"
+        )
+
+
 def _at(rank: int) -> str:
     return f"symm_a2a/at/{rank}"
+
+
+def _process(rank: int) -> str:
+    return f"symm_a2a/process/{rank}"
 
 
 def _require_no_other(store: dist.Store, ours: Meeting, me: int, peer: int) -> None:
