@@ -339,6 +339,9 @@ class Lane:
     def close(self) -> None:
         """Refuse any further use; what is in flight cannot be joined any more."""
         self._closed = True
+        # A graph that lives longer leads here, and is not to keep the symmetric memory.
+        self.channel = replace(self.channel, local={}, abort_W=self.channel.state[:0])
+        del self._host, self._inspector, self._diagnosis
 
     def _require_open(self) -> None:
         if self._closed:

@@ -5,6 +5,7 @@ import os
 from unittest import mock
 
 import pytest
+import torch
 
 from symm_a2a import SymmTokenDispatcher
 from symm_a2a.__main__ import main
@@ -72,6 +73,17 @@ def keeps_descriptors(*given):
         chaos.run_acts(*given)
 
 
+def keeps_bytes(*given):
+    kept, run_act = [], chaos.run_act
+
+    def growing(*arguments):
+        kept.append(torch.ones(25 << 20))
+        return run_act(*arguments)
+
+    with mock.patch.object(chaos, "run_act", growing), mock.patch.object(chaos, "_SETTLED", 0):
+        chaos.run_acts(*given)
+
+
 def says_nothing(*given):
     """A rank that gives up does not tell its peers, which have to time out."""
     with mock.patch.object(Lane, "abort"):
@@ -87,7 +99,8 @@ def takes_anything(*given):
     ("fault", "kind", "seconds", "what"),
     [
         (keeps_memory, "plain", 0, "mappings of shared memory"),
-        (keeps_descriptors, "wrong", 25, "open descriptors"),
+        (keeps_descriptors, "wrong", 15, "open descriptors"),
+        (keeps_bytes, "wrong", 15, "resident bytes"),
         (says_nothing, "thrown", 0, "thrown"),
         (takes_anything, "wrong", 0, "wrong arguments"),
     ],

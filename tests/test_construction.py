@@ -119,9 +119,9 @@ def make(kind, group):
     makers = {
         "symm": lambda: SymmTokenDispatcher(config(), group),
         "baseline": lambda: baselines.AllToAllTokenDispatcher(config(), group),
-        "sequence": lambda: SequenceGroup(group, max_bytes=64),
+        "sequence": lambda: SequenceGroup(group, max_bytes=1024),
     }
-    makers[kind]()
+    return makers[kind]()
 
 
 @pytest.mark.parametrize("kind", ["symm", "baseline", "sequence"])
@@ -248,3 +248,24 @@ def train(rank, group, how):
 @pytest.mark.parametrize("how", ["closed", "collected", "backward"])
 def test_nothing_is_left_of_a_failed_exchange_whose_error_was_caught(how):
     assert run_ranks(failed_and_forgotten, 2, how) == [("PeerLostError", 0), ("ZeroDivisionError", 0)]
+
+
+def closed_before_its_graph(rank, group, kind):
+    x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=5)
+    x.requires_grad_()
+    with make(kind, group) as made:
+        if kind == "sequence":
+            out = symm_a2a.seq_to_head(x[None, :4, :4, None], made)
+        else:
+            rows, _, handle = made.dispatch_async(x, scores, ids).join()
+            out = made.combine_async(rows, handle).join()
+    gc.collect()
+    left = footprint().mappings
+    with pytest.raises(symm_a2a.ClosedError):
+        out.sum().backward()
+    return left
+
+
+@pytest.mark.parametrize("kind", ["symm", "sequence"])
+def test_a_graph_that_outlives_its_dispatcher_keeps_no_memory(kind):
+    assert run_ranks(closed_before_its_graph, 2, kind) == [0, 0]

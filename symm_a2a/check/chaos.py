@@ -33,6 +33,9 @@ from symm_a2a.memory.group import exchange
 _SETTLED = 6
 """Acts after which a process has imported and cached what it will."""
 
+_GROWTH = 1.25
+"""How much more memory than then it may hold at any time later."""
+
 _PROMPT = 10.0
 """Seconds in which a rank has to learn of what befell another, well below the cases' timeout."""
 
@@ -68,6 +71,8 @@ def run_acts(
             found += _left_over(rank, held.mappings, 0, "mappings of shared memory")
             if settled is not None:
                 found += _left_over(rank, held.descriptors, settled.descriptors, "open descriptors")
+                most = int(_GROWTH * settled.resident_bytes)
+                found += _left_over(rank, held.resident_bytes, most, "resident bytes")
             entry = {"steps": steps, "found": found, "resident": held.resident_bytes}
             file.write(json.dumps(entry) + "\n")
             longest = max(longest, time.monotonic() - begin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ class Footprint(NamedTuple):
     Attributes:
         descriptors: open files, sockets and pipes.
         mappings: of shared memory, by a name or without.
-        resident_bytes: of memory, shared pages included.
+        resident_bytes: of memory, shared pages included, those that are free again not.
     """
 
     descriptors: int
@@ -24,6 +25,9 @@ class Footprint(NamedTuple):
 
 def footprint() -> Footprint:
     """Look at what this process holds now."""
+    # Freed pages stay with a process until it gives them back; not every C library can be asked to.
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
     with open("/proc/self/maps") as maps:
         mappings = sum(_SHARED_MEMORY in line for line in maps)
     with open("/proc/self/statm") as statm:

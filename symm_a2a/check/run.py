@@ -24,7 +24,7 @@ from symm_a2a.kernels.blocks import INTERPRETED
 from symm_a2a.memory import choose_backend
 from symm_a2a.testing import RankError, run_ranks
 
-_TOGETHER = 600.0
+_TOGETHER = 1800.0
 """Seconds of acts that run in the same processes, before others take over."""
 
 _PATIENCE = 15.0
