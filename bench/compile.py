@@ -69,7 +69,7 @@ class Launch:
     def variant(self) -> str:
         """The kernel's name with the constants that choose a form of it."""
         chosen = ("PLACE", "COUNTS_TOO", "WEIGHTED", "KIND", "HAS_SCORES", "HAS_COUNTS", "STRIDED", "SUMS")
-        forms = [f"{k}={int(v)}" for k, v in self.arguments.items() if k in chosen]
+        forms = [f"{k}={int(v)}" for k, v in self.arguments.items() if k in chosen or (k == "HOLDS" and v)]
         return f"{self.name}[{','.join(forms)}]" if forms else self.name
 
     def compile(self, target: GPUTarget) -> triton.compiler.CompiledKernel:
@@ -139,18 +139,21 @@ def launches_of(
     x = torch.zeros(num_tokens, cfg.hidden_dim, dtype=cfg.dtype, requires_grad=True)
     scores = torch.zeros(num_tokens, cfg.top_k, requires_grad=True)
     with recorded_launches() as launches, symm_a2a.VirtualWorld(cfg, world_size, "cpu") as world:
-        for dispatcher in world.dispatchers:
-            for lane in dispatcher.arena.lanes:
-                lane.channel = dataclasses.replace(
-                    lane.channel,
-                    spins=True,
-                    polls=1000,
-                    programs=cfg.num_programs,
-                    multiprocessors=multiprocessors,
-                )
-        rows, _, handles = world.dispatch([x] * world_size, [scores] * world_size, [ids] * world_size)
-        again = world.dispatch_again([x] * world_size, handles)
-        torch.cat([*world.combine(rows, handles), *again]).sum().backward()
+        # The forms of debug mode are behind the plain ones.
+        for holds in (False, True):
+            for dispatcher in world.dispatchers:
+                for lane in dispatcher.arena.lanes:
+                    lane.channel = dataclasses.replace(
+                        lane.channel,
+                        spins=True,
+                        polls=1000,
+                        programs=cfg.num_programs,
+                        multiprocessors=multiprocessors,
+                        holds=holds,
+                    )
+            rows, _, handles = world.dispatch([x] * world_size, [scores] * world_size, [ids] * world_size)
+            again = world.dispatch_again([x] * world_size, handles)
+            torch.cat([*world.combine(rows, handles), *again]).sum().backward()
         channel = world.dispatchers[0].arena.lanes[0].channel
         _launch_others(channel, cfg.pad_multiple, x.detach(), scores.detach(), ids)
         symm_a2a.align_blocks(ids, channel.layout.num_experts, 64)
@@ -167,6 +170,7 @@ def _launch_others(
     from symm_a2a.kernels.channel import Kind
     from symm_a2a.kernels.count import count, new_sums
     from symm_a2a.kernels.credit import credit
+    from symm_a2a.kernels.free import free
     from symm_a2a.kernels.looks import look
     from symm_a2a.kernels.row_count import row_count
     from symm_a2a.kernels.scatter import scatter
@@ -182,6 +186,7 @@ def _launch_others(
         scatter(channel, Kind.DISPATCH, x_TD, *routing, slots=slots, sums=counted)
     row_count(channel, torch.zeros(1, dtype=torch.int64), pad_multiple)
     credit(channel, Kind.COMBINE)
+    free(channel, Kind.COMBINE)
     look(channel.local["scatter_ready"], channel.state, 1)
     for counts_WE in (channel.local["counts"], None):
         barrier(channel, counts_WE, arrive=True, leave=True)

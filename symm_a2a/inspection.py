@@ -27,6 +27,15 @@ POISON = 0xFF
 _SECTIONS = {"scatter": ("counts", "headers", "scatter_rows"), "gather": ("gather_rows", "gather_scores")}
 
 
+def require_no_capture(device: torch.device) -> None:
+    """Raise where a graph is captured, which cannot look at anything."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise EnvironmentUnsupportedError(
+            "expected no capture in debug mode, where the host waits at every join, got one; unset "
+            "SYMM_A2A_DEBUG to capture a graph"
+        )
+
+
 class Inspector:
     """Looks at what a lane's peers have written here.
 
@@ -51,11 +60,7 @@ class Inspector:
             ProtocolError: the first thing that is not as the protocol has it.
             EnvironmentUnsupportedError: a graph is captured.
         """
-        if self._channel.state.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise EnvironmentUnsupportedError(
-                "expected no capture in debug mode, where the host waits at every join, got one; unset "
-                "SYMM_A2A_DEBUG to capture a graph"
-            )
+        require_no_capture(self._channel.state.device)
         if not kind.moves_rows:
             return
         epoch = int(self._channel.state[Cell.joined(scatters=kind.scatters)]) + 1

@@ -13,7 +13,10 @@ import symm_a2a
 from symm_a2a import EPConfig, ProtocolError, SymmTokenDispatcher, VirtualWorld, exchange
 from symm_a2a.inspection import POISON
 from symm_a2a.kernels.channel import EPOCH_SHIFT
+from symm_a2a.kernels.ulysses import Kind as SequenceKind
+from symm_a2a.kernels.ulysses import Sizes
 from symm_a2a.testing import run_ranks
+from symm_a2a.ulysses.lane import SequenceLane
 from tests.cases import apply_experts, cases, examples
 from tests.ranks import config, forward_backward, inputs, weights
 
@@ -218,6 +221,65 @@ def test_another_operation_is_still_told_as_such(lanes):
     flight = launch(lanes[0])
     with pytest.raises(symm_a2a.ExchangeMismatchError, match="got dispatch again"):
         exchange.join_dispatch(flight)
+
+
+def sequence_step(lanes, kind, xs):
+    sizes = Sizes.of(kind, xs[0].shape, xs[0].dtype, W, 1)
+    for lane, x in zip(lanes, xs, strict=True):
+        lane.launch(kind, x, sizes)
+    return [lane.join(kind, x, sizes)[0] for lane, x in zip(lanes, xs, strict=True)]
+
+
+@pytest.fixture
+def sequence_lanes():
+    return SequenceLane.world(W, max_bytes=1024, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", [SequenceKind.SEQ_TO_HEAD, SequenceKind.HEAD_TO_SEQ])
+def test_a_sequence_exchange_is_the_same_and_its_memory_poison_afterwards(sequence_lanes, monkeypatch, kind):
+    xs = [torch.randn(2, 4, 2, 3) for _ in range(W)]
+    monkeypatch.setenv("SYMM_A2A_DEBUG", "0")
+    plain = sequence_step(SequenceLane.world(W, 1024, torch.device("cpu")), kind, xs)
+    for _ in range(5):
+        for one, other in zip(sequence_step(sequence_lanes, kind, xs), plain, strict=True):
+            assert torch.equal(one, other)
+    assert all((lane.channel.payload == POISON).all() for lane in sequence_lanes)
+
+
+def lost_row(payload, width):
+    payload[3 * width : 4 * width].fill_(POISON)
+
+
+def bytes_beyond(payload, width):
+    payload[16 * width + 5] = 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "what"),
+    [
+        # Of 2 x 4 tokens a rank, in the order batch, sender, token; or batch, token, sender.
+        ("SEQ_TO_HEAD", lost_row, "rows that were not written (peer 0, row 3)"),
+        ("HEAD_TO_SEQ", lost_row, "rows that were not written (peer 1, row 3)"),
+        ("SEQ_TO_HEAD", bytes_beyond, "bytes beyond the 192 that were to come"),
+    ],
+)
+def test_what_a_sequence_exchange_should_not_have_brought_is_named(sequence_lanes, kind, fault, what):
+    kind = SequenceKind[kind]
+    shape = (2, 4, 2, 3) if kind == SequenceKind.SEQ_TO_HEAD else (2, 8, 1, 3)
+    xs = [torch.randn(shape) for _ in range(W)]
+    for _ in range(2):
+        sequence_step(sequence_lanes, kind, xs)
+    sizes = Sizes.of(kind, shape, torch.float32, W, 1)
+    for lane, x in zip(sequence_lanes, xs, strict=True):
+        lane.launch(kind, x, sizes)
+    fault(sequence_lanes[1].channel.payload[1], 12)
+    sequence_lanes[0].join(kind, xs[0], sizes)
+    with pytest.raises(ProtocolError) as caught:
+        sequence_lanes[1].join(kind, xs[1], sizes)
+    assert str(caught.value) == f"rank 1 found in {kind.title}, exchange number 3: {what}"
+    with pytest.raises(ProtocolError, match="exchange number 3"):
+        sequence_lanes[1].launch(kind, xs[1], sizes)
+    assert sequence_lanes[0].channel.abort_W.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("value", ["yes", "2"])

@@ -131,7 +131,11 @@ def measure(launch: Launch, shape: Shape, target: str) -> Figures:
         grid=launch.grid,
         aligned=shape.hidden * shape.dtype.itemsize % 16 == 0,
         order=order_faults(
-            code["ttir"], element, ANNOUNCED.get(launch.name), FLAGS_AHEAD.get(launch.variant, 0)
+            code["ttir"],
+            element,
+            ANNOUNCED.get(launch.name),
+            FLAGS_AHEAD.get(launch.variant, 0),
+            announces=not launch.arguments.get("HOLDS", False),
         ),
     )
     if target not in GPUS:

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import torch
 
+from symm_a2a.config import debugging
 from symm_a2a.errors import ClosedError, EnvironmentUnsupportedError, ExchangeError
 from symm_a2a.host_wait import FIRST_NAP, LONGEST_NAP
 from symm_a2a.kernels.channel import EPOCH_SHIFT, Report, state_cells
@@ -26,6 +27,7 @@ from symm_a2a.lane import multiprocessors_of
 from symm_a2a.memory import SymmetricMemory, VirtualMemory
 from symm_a2a.readback import beside_the_caller, host_visible
 from symm_a2a.ulysses.diagnosis import Diagnosis
+from symm_a2a.ulysses.inspection import Inspector
 
 
 class SequenceLane:
@@ -65,6 +67,7 @@ class SequenceLane:
         if memory.host_waits:
             self._state, self._ready = self.channel.state.numpy(), self.channel.ready.numpy()
         self._diagnosis = Diagnosis(memory, self.channel, timeout)
+        self._inspector = Inspector(self.channel) if debugging() else None
 
     @classmethod
     def world(cls, world_size: int, max_bytes: int, device: torch.device) -> list[SequenceLane]:
@@ -88,14 +91,19 @@ class SequenceLane:
         """Return the result of what was launched last, and a token; both in memory of their own.
 
         Raises:
-            ExchangeError: a peer did not take part, or exchanges something else.
+            ExchangeError: a peer did not take part, exchanges something else, or, in debug mode, has not sent
+                what it should.
         """
         W = self.channel.layout.world_size
         shape = (0, 1, 1, 1) if kind == Kind.GROWTH else sizes.output_shape(kind, W)
         out, token = x.new_empty(shape), x.new_empty(1, dtype=torch.float32)
         if self.memory.host_waits:
             self._wait_for_peers()
+        if self._inspector is not None:
+            self._inspect(self._inspector, kind, sizes)
         take_heads(self.channel, kind, out, token, sizes)
+        if self._inspector is not None:
+            self._inspector.poison()
         self.raise_reports()
         return out, token
 
@@ -156,6 +164,13 @@ class SequenceLane:
                 f"cuda:{torch.cuda.current_device()}, where the kernels would run; call torch.cuda.set_device"
             )
         self.raise_reports()
+
+    def _inspect(self, inspector: Inspector, kind: Kind, sizes: Sizes) -> None:
+        try:
+            inspector.inspect(kind, sizes)
+        except ExchangeError as error:
+            self.fail(error)
+            raise
 
     def _wait_for_peers(self) -> None:
         """Sleep until every peer's ready word has reached the epoch launched last."""
