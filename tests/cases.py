@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,9 +119,9 @@ def use_small_blocks(world: symm_a2a.VirtualWorld) -> None:
             lane.channel = dataclasses.replace(lane.channel, programs=3, blocks=small)
 
 
-def examples(most: int) -> int:
-    """Examples for hypothesis to try: few where each has its kernels compiled."""
-    return most if INTERPRETED else min(3, most)
+def examples(some: int) -> int:
+    """Examples for hypothesis to try: more by night, few where each has its kernels compiled."""
+    return some * int(os.environ.get("SYMM_A2A_TEST_EXAMPLES", "1")) if INTERPRETED else min(3, some)
 
 
 @st.composite

@@ -27,7 +27,7 @@ def placed_cases(draw):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(5))
 @given(
     placed_cases(),
     st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
@@ -60,7 +60,7 @@ def test_rows_are_those_of_a_first_dispatch(device, placed, dtype, capacity, sma
             assert found.exchanges["dispatch_again"] == 1
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(4))
 @given(cases(max_ranks=4, max_hidden=9), st.sampled_from(["exact", 9, 100]))
 def test_gradients_are_the_oracles(case, capacity):
     """Of both dispatches' tokens, of scores and weights; experts take the rows of both."""

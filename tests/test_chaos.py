@@ -29,8 +29,16 @@ def run_chaos(capsys, *arguments, ranks=RANKS):
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_every_kind_of_act_is_right_by_itself(capsys, kind):
     code, found = run_chaos(capsys, "--seconds", "0", "--seed", str(seed_of(kind)))
-    assert code == 0, found
+    assert code == 0, (found["details"], found["failures"])
     assert found["acts"] == {kind: 1}
+
+
+@pytest.mark.timeout(240)
+def test_a_minute_of_it_is_right_and_leaves_nothing(capsys):
+    code, found = run_chaos(capsys, "--seconds", "60", ranks=4)
+    assert code == 0, (found["details"], found["failures"])
+    assert found["passed"]
+    assert sum(found["acts"].values()) == found["cases"] > 3
 
 
 def test_a_seed_gives_the_same_act_and_all_kinds_come():
