@@ -26,6 +26,7 @@ from symm_a2a.memory import (
     SymmetricMemory,
     create_memory,
     default_device,
+    released_on_error,
     require_agreement,
     require_device,
 )
@@ -217,4 +218,5 @@ def create_arena(
         )
     layout = cfg.layout(1 if group is None else dist.get_world_size(group))
     memory = create_memory(layout.nbytes, device, group, backend, cfg.num_lanes, link)
-    return Arena(cfg, memory, layout)
+    with released_on_error(memory, layout.abort):
+        return Arena(cfg, memory, layout)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from datetime import timedelta
 from unittest import mock
 
@@ -248,6 +249,27 @@ def train(rank, group, how):
 @pytest.mark.parametrize("how", ["closed", "collected", "backward"])
 def test_nothing_is_left_of_a_failed_exchange_whose_error_was_caught(how):
     assert run_ranks(failed_and_forgotten, 2, how) == [("PeerLostError", 0), ("ZeroDivisionError", 0)]
+
+
+def fails_behind_the_memory(rank, group, kind):
+    where = "symm_a2a.arena.Lane" if kind == "symm" else "symm_a2a.ulysses.group.SequenceLane"
+    if rank == 1:
+        try:
+            with mock.patch(where, side_effect=ZeroDivisionError):
+                make(kind, group)
+        except ZeroDivisionError as error:
+            return type(error).__name__, footprint().mappings
+    made = make(kind, group)
+    x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=4)
+    begin = time.monotonic()
+    with pytest.raises(symm_a2a.PeerLostError) as caught:
+        made.dispatch(x, scores, ids) if kind == "symm" else symm_a2a.seq_to_head(x[None, :, :4, None], made)
+    return caught.type.__name__, time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("kind", ["symm", "sequence"])
+def test_a_constructor_that_fails_behind_its_memory_gives_it_back_and_tells_the_peers(kind):
+    assert run_ranks(fails_behind_the_memory, 2, kind) == [("PeerLostError", True), ("ZeroDivisionError", 0)]
 
 
 def closed_before_its_graph(rank, group, kind):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from symm_a2a.errors import EnvironmentUnsupportedError
-from symm_a2a.memory.base import SymmetricMemory
+from symm_a2a.memory.base import SymmetricMemory, released_on_error
 from symm_a2a.memory.group import require_agreement, require_one_machine
 from symm_a2a.memory.link import Arrivals, Link
 from symm_a2a.memory.virtual import VirtualMemory
@@ -24,6 +24,7 @@ __all__ = [
     "choose_backend",
     "create_memory",
     "default_device",
+    "released_on_error",
     "require_agreement",
     "require_device",
 ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
+from symm_a2a.layout import Region
 from symm_a2a.memory.link import Arrivals
 
 
@@ -45,3 +48,22 @@ class SymmetricMemory(Protocol):
             failed: an exchange has failed: peers are not waited for, they may be gone.
         """
         ...
+
+
+@contextlib.contextmanager
+def released_on_error(memory: SymmetricMemory, abort: Region) -> Iterator[None]:
+    """Give memory back where what is inside fails, and tell the peers, who have constructed theirs.
+
+    Args:
+        memory: this rank's.
+        abort: the abort words in it.
+    """
+    try:
+        yield
+    except BaseException:
+        # What went wrong may keep this from working as well.
+        with contextlib.suppress(Exception):
+            for arena in memory.arenas:
+                abort.view(arena, 0)[memory.rank] = 1
+            memory.close(failed=True)
+        raise

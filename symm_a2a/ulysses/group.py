@@ -16,7 +16,14 @@ from symm_a2a.config import DTYPES
 from symm_a2a.errors import ClosedError, ConfigError, EnvironmentUnsupportedError, InputError
 from symm_a2a.kernels.blocks import padded
 from symm_a2a.kernels.ulysses import Kind, SequenceLayout, Sizes, describe_card
-from symm_a2a.memory import Backend, create_memory, default_device, require_agreement, require_device
+from symm_a2a.memory import (
+    Backend,
+    create_memory,
+    default_device,
+    released_on_error,
+    require_agreement,
+    require_device,
+)
 from symm_a2a.runtime import require_runnable
 from symm_a2a.ulysses import table
 from symm_a2a.ulysses.lane import SequenceLane
@@ -226,7 +233,8 @@ class SequenceGroup:
         )  # fmt: skip
         layout = SequenceLayout(self.world_size, max_bytes)
         memory = create_memory(layout.nbytes, self.device, process_group, self._backend)
-        self._lane = lane = SequenceLane(memory, layout, self.timeout)
+        with released_on_error(memory, layout.abort):
+            self._lane = lane = SequenceLane(memory, layout, self.timeout)
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _leave, lane)
