@@ -189,15 +189,15 @@ def kernels_give_up_in_time(rank, group, what):
     x, scores, ids = inputs(rank, 0, torch.float32, "cpu", tokens=5)
     seconds = None
     if what == "dispatch":
-        dispatcher = SymmTokenDispatcher(config(timeout=0.5, capacity=40), group)
+        dispatcher = SymmTokenDispatcher(config(timeout=3, capacity=40), group)
         dispatcher.warmup()
         wait = functools.partial(dispatcher.dispatch, x, scores, ids)
     else:
-        dispatcher = symm_a2a.SequenceGroup(group, max_bytes=1 << 12, timeout=0.5)
+        dispatcher = symm_a2a.SequenceGroup(group, max_bytes=1 << 12, timeout=3)
         wait = functools.partial(symm_a2a.seq_to_head, torch.zeros(1, 2, 2, 2), dispatcher)
     if rank == 0:
         begin = time.monotonic()
-        with pytest.raises(symm_a2a.PeerTimeoutError, match=r"peer 1 did not .* within about 0\.5 s"):
+        with pytest.raises(symm_a2a.PeerTimeoutError, match=r"peer 1 did not .* within about 3 s"):
             wait()
         seconds = time.monotonic() - begin
         if what == "dispatch":
@@ -211,7 +211,7 @@ def kernels_give_up_in_time(rank, group, what):
 @pytest.mark.parametrize("what", ["dispatch", "sequence"])
 def test_a_wait_in_a_kernel_is_as_long_as_the_timeout(what):
     seconds, _ = run_ranks(kernels_give_up_in_time, 2, what)
-    assert 0.1 < seconds < 5
+    assert 0.6 < seconds < 20
 
 
 def test_check_raises_what_kernels_have_reported_and_nobody_has_asked_for(carrier):
