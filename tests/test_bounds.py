@@ -74,7 +74,7 @@ def exchange(bounds, case, capacity, programs):
         torch.cat(world.combine(rows, handles)).sum().backward()
 
 
-@settings(max_examples=examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(4), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     case=cases(max_ranks=4, max_tokens=20, max_hidden=20),
     capacity=st.sampled_from(["exact", 3, 100]),

@@ -52,7 +52,7 @@ def trained(case, cfg, world_size):
     return [t.detach() for t in found] + [leaf.grad for leaf in leaves], poisoned
 
 
-@settings(max_examples=examples(4), deadline=None)
+@settings(max_examples=examples(3), deadline=None)
 @given(cases(max_ranks=3), st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
 def test_results_are_the_same_and_sections_are_poison_afterwards(case, dtype):
     cfg = case.config(dtype=dtype, num_lanes=1)

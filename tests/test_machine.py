@@ -203,5 +203,5 @@ class World(RuleBasedStateMachine):
         self.world.close()
 
 
-World.TestCase.settings = settings(max_examples=examples(5), stateful_step_count=15, deadline=None)
+World.TestCase.settings = settings(max_examples=examples(4), stateful_step_count=15, deadline=None)
 TestWorld = World.TestCase

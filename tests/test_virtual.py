@@ -24,7 +24,7 @@ def spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(5))
 @given(
     case=cases(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
@@ -58,7 +58,7 @@ def leaves(tensors: list, device: str) -> list:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(3))
 @given(
     case=cases(max_ranks=5, max_tokens=9, max_hidden=20),
     capacity=st.sampled_from(["exact", 9, 100]),
