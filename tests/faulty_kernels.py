@@ -9,7 +9,9 @@ from bench.kernels.figures import Figures, measure
 from bench.shapes import Shape
 
 SHAPE = Shape("olmoe", "as the rules know it", tokens=64, hidden=2048, experts=64, top_k=8, ranks=8)
-GOOD = dict(HINT=True, FENCE=True, BEHIND=True, AROUND=True, SEM="release", LATE=False, ROWS=2, N=1024)
+GOOD = dict(
+    HINT=True, FENCE=True, BEHIND=True, AROUND=True, SEM="release", LATE=False, READONLY=False, ROWS=2, N=1024
+)
 # What each fault changes: constants of the kernel, options of the compiler, or the grid.
 FAULTS = {
     "none": {},
@@ -19,6 +21,7 @@ FAULTS = {
     "no barrier behind a store": dict(BEHIND=False),
     "no barrier around a loop": dict(AROUND=False),
     "rows after the count": dict(LATE=True),
+    "read-only loads": dict(READONLY=True),
     "spills": dict(ROWS=16, maxnreg=64),
     "too many registers": dict(ROWS=32, num_warps=8),
     "small grid": dict(grid=132),
@@ -30,7 +33,7 @@ def _gather_kernel(
     x_ptr, peers_ptr, flags_ptr, count_ptr, kept_ptr, rows,
     WEIGHTED: tl.constexpr, HAS_SCORES: tl.constexpr, KIND: tl.constexpr,
     HINT: tl.constexpr, FENCE: tl.constexpr, BEHIND: tl.constexpr, AROUND: tl.constexpr,
-    SEM: tl.constexpr, LATE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
+    SEM: tl.constexpr, LATE: tl.constexpr, READONLY: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Sum rows as they come and send the sums so far; flags as often as the kernel of this name has them."""
     w = tl.arange(0, 8)
@@ -47,7 +50,14 @@ def _gather_kernel(
         tl.store(kept_ptr + w, kept + 1)
         if AROUND:
             tl.debug_barrier()
-    base = tl.load(peers_ptr).to(tl.pointer_type(tl.bfloat16))
+    if READONLY:
+        where_ptr = peers_ptr.to(tl.int64, bitcast=True)
+        base = tl.inline_asm_elementwise(
+            "ld.global.nc.b64 $0, [$1];", "=l,l", [where_ptr], dtype=tl.int64, is_pure=True, pack=1
+        )
+    else:
+        base = tl.load(peers_ptr)
+    base = base.to(tl.pointer_type(tl.bfloat16))
     if HINT:
         base = tl.multiple_of(base, 16)
     row = tl.arange(0, ROWS)

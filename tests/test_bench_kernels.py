@@ -35,6 +35,7 @@ BROKEN = {
     "rows after the count": {"order"},
     "spills": {"loop_spills", "stack"},
     "too many registers": {"program_registers", "resident_warps"},
+    "read-only loads": {"readonly_loads"},
     "small grid": {"resident_warps", "tile_bytes", "flight_bytes"},
 }
 

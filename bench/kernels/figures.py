@@ -63,6 +63,7 @@ class Figures:
             instructions, and not as bytes. Of the innermost loop that loads rows.
         acquires: of flags, at sys scope.
         releases: of flags, at sys scope.
+        readonly_loads: loads through the cache for data that nobody writes, which no acquire orders.
         order: what is out of order around flags.
         resident_warps: of a multiprocessor.
         tile_bytes: that a multiprocessor's programs load at once as the tiles say, what is masked left out.
@@ -86,6 +87,7 @@ class Figures:
     instructions: float | None = None
     acquires: int | None = None
     releases: int | None = None
+    readonly_loads: int | None = None
     order: tuple[str, ...] = ()
     resident_warps: float | None = None
     tile_bytes: float | None = None
@@ -168,6 +170,7 @@ def _nvidia(compiled: CompiledKernel, launch: Launch, shape: Shape, element: str
         loop_spills=len(spills.intersection(frozenset().union(*loops))),
         inner_spills=len(spills.intersection(frozenset().union(*innermost_loops(loops, moves)))),
         shared=code.shared,
+        readonly_loads=sum(instruction.readonly for instruction in of),
         load_bytes=min((of[place].width for place in moves if of[place].loads), default=None),
         store_bytes=min((of[place].width for place in moves if of[place].stores), default=None),
         resident_warps=programs * warps,

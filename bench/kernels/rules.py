@@ -181,6 +181,7 @@ RULES = (
     Rule("flight_bytes", "at least", 24 << 10, "memory has too little to do", kernels=_ORIGINS, shapes=_BUSY),
     Rule("acquires", "exactly", {form: acq for form, (acq, _) in FLAGS.items()}, "docs/protocol.md"),
     Rule("releases", "exactly", {form: rel for form, (_, rel) in FLAGS.items()}, "docs/protocol.md"),
+    Rule("readonly_loads", "exactly", 0, "an acquire does not order them; docs/protocol.md"),
     Rule("order", "exactly", (), "docs/protocol.md, ordering on one device", targets=()),
 )  # fmt: skip
 

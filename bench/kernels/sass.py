@@ -55,6 +55,11 @@ class Instruction:
         return self.name in ("STG", "ST")
 
     @property
+    def readonly(self) -> bool:
+        """Whether it reads global memory through the cache that is not coherent with writes."""
+        return self.loads and "CONSTANT" in self.opcode.split(".")
+
+    @property
     def spills(self) -> bool:
         """Whether it moves a register to the stack or back."""
         return self.name in ("LDL", "STL")

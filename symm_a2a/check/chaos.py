@@ -28,6 +28,7 @@ from symm_a2a.check.ranks import begins, pause_of, run_case, run_rounds
 from symm_a2a.dispatcher import SymmTokenDispatcher
 from symm_a2a.domino import Domino
 from symm_a2a.errors import ExchangeError, InputError, PeerLostError, PeerTimeoutError
+from symm_a2a.memory import require_device
 from symm_a2a.memory.group import exchange
 
 _SETTLED = 6
@@ -52,7 +53,7 @@ def run_acts(
     Acts that end a process are left out. Rank 0 decides for all that none is begun that may not end `until`
     then, of the monotonic clock.
     """
-    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    device = require_device(device_type)
     longest, settled = 0.0, None
     seeds = (s for s in itertools.count(seed) if draw_act(s, group.size()).kind != "killed")
     with open(Path(journal) / f"{rank}.jsonl", "w", buffering=1) as file:
@@ -217,18 +218,15 @@ def _interrupted(act: Act, case: Case, rank: int, group: dist.ProcessGroup, devi
     """Let the victim raise, or come late, and see how the others end."""
     late = act.kind == "late"
     timeout = 0.4 if late else 20.0
-    phases, pause = itertools.count(1), pause_of(case, rank)
 
-    def befalls() -> None:
-        pause()
-        if rank == act.victim and next(phases) == act.at:
-            if not late:
-                raise ThrownError(f"before phase {act.at}")
-            time.sleep(3 * timeout)
+    def befall() -> None:
+        if not late:
+            raise ThrownError(f"before phase {act.at}")
+        time.sleep(3 * timeout)
 
     begin, ended = time.monotonic(), "done"
     try:
-        run_rounds(case, rank, group, device, befalls, timeout=timeout)
+        run_rounds(case, rank, group, device, _pausing(act, case, rank, befall), timeout=timeout)
     except ThrownError:
         ended = "thrown"
     except ExchangeError as error:
@@ -250,16 +248,22 @@ def _interrupted(act: Act, case: Case, rank: int, group: dist.ProcessGroup, devi
 
 def run_killed(rank: int, group: dist.ProcessGroup, seed: int, device_type: str) -> None:
     """Run rounds until the victim is killed in the middle of them; the others raise what they are told."""
-    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    device = require_device(device_type)
     act = draw_act(seed, group.size())
     case = draw_case(seed, group.size(), device_type)
-    phases, pause = itertools.count(1), pause_of(case, rank)
-
-    def befalls() -> None:
-        pause()
-        if rank == act.victim and next(phases) == act.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
+    pause = _pausing(act, case, rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
     with np.errstate(all="ignore"):
         while True:
-            run_rounds(case, rank, group, device, befalls)
+            run_rounds(case, rank, group, device, pause)
+
+
+def _pausing(act: Act, case: Case, rank: int, befall: Callable[[], None]) -> Callable[[], None]:
+    """Return the case's pauses, with what befalls the act's victim ahead of the act's phase."""
+    phases, pause = itertools.count(1), pause_of(case, rank)
+
+    def before_phase() -> None:
+        pause()
+        if rank == act.victim and next(phases) == act.at:
+            befall()
+
+    return before_phase

@@ -19,6 +19,7 @@ from symm_a2a.check.compare import Found, compare
 from symm_a2a.check.flow import Outcome, run_round
 from symm_a2a.check.inputs import draw_inputs, place
 from symm_a2a.dispatcher import SymmTokenDispatcher
+from symm_a2a.memory import require_device
 
 
 def run_cases(
@@ -28,7 +29,7 @@ def run_cases(
 
     Rank 0 decides for all that none is begun that may not end `until` then, of the monotonic clock.
     """
-    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    device = require_device(device_type)
     longest = 0.0
     with open(Path(journal) / f"{rank}.jsonl", "w", buffering=1) as file:
         for number in itertools.count():
