@@ -243,9 +243,9 @@ def test_a_join_sleeps_until_the_latency_is_over(measured):
     assert_transit(measured, "latency", 0, lambda nbytes: LATENCY)
     for began, joined, exchange, busy, peer in flights(measured, "latency"):
         assert joined - began >= LATENCY - max(0.0, began - peer.launch.begin) - MICROSECOND
-        # A machine that is slow between launch and join has slept less, not shorter.
-        left = peer.launch.begin + LATENCY - exchange.join.begin
-        assert exchange.wait.seconds >= left - MICROSECOND
+        # How long that is depends on how soon the machine came from the launch to the join.
+        assert exchange.launch.end <= exchange.join.begin == exchange.wait.begin
+        assert exchange.arrival <= exchange.wait.end <= joined + MICROSECOND
         assert busy < LATENCY / 5, "asleep"
 
 
