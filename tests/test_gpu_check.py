@@ -78,7 +78,7 @@ def start(folder, customize, *arguments):
     environ = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": f"{ROOT}:{folder}"}
     command = ["bash", str(ROOT / "bench" / "gpu_check.sh"), "--device", "cpu", *arguments]
     command += ["--json", str(folder / "new" / "found.json")]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
 
 
 def found_in(folder):
