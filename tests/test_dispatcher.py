@@ -250,6 +250,28 @@ def test_a_failed_dispatcher_refuses_work_with_the_same_error():
         assert aborted.tolist() == [1, 0]
 
 
+class Activation:
+    """What a caller holds in a frame that an error passes through."""
+
+
+def fails_in_a_frame(dispatcher):
+    held = Activation()
+    seen = weakref.ref(held)
+    try:
+        dispatcher.dispatch(*arguments())
+    except symm_a2a.ExchangeError:
+        return seen
+    raise AssertionError("expected an exchange without peers to fail")
+
+
+def test_a_failed_dispatcher_keeps_nothing_of_the_frames_its_errors_passed_through():
+    with symm_a2a.VirtualWorld(config(num_experts=4), 2, "cpu") as world:
+        first, later = (fails_in_a_frame(world.dispatchers[0]) for _ in range(2))
+        gc.collect()
+        assert first() is None
+        assert later() is None
+
+
 def test_a_handle_of_another_arena_is_refused(dispatcher):
     with SymmTokenDispatcher(config(max_tokens_per_rank=4 * C), device="cpu") as other:
         rows, _, handle = other.dispatch(*arguments())

@@ -143,6 +143,12 @@ def position_too_far(lanes):
     headers[1, 1, :, 0] = torch.where(headers[1, 1, :, 0] >= 0, 100, -1)
 
 
+def position_one_too_far(lanes):
+    headers = local(lanes, "headers")
+    # The expert's only slot has position 0; L experts lie between two positions.
+    headers[1, 1, :, 0] = torch.where(headers[1, 1, :, 0] >= 0, headers[1, 1, :, 0] + E // W, -1)
+
+
 def another_number_of_copies(lanes):
     local(lanes, "counts")[1, E] += 1
 
@@ -170,6 +176,10 @@ def counts_of_another_epoch(lanes):
         (slot_twice, "slots [2, 0] for the experts here, not each of [1, 1] once (peer 1)"),
         (
             position_too_far,
+            "a position that its expert's count does not reach (peer 1, copy 1, slot 1)",
+        ),
+        (
+            position_one_too_far,
             "a position that its expert's count does not reach (peer 1, copy 1, slot 1)",
         ),
         (another_number_of_copies, "copies that are not as many as the counts say, [2, 2] (peer 1)"),
@@ -254,6 +264,10 @@ def bytes_beyond(payload, width):
     payload[16 * width + 5] = 0
 
 
+def byte_behind(payload, width):
+    payload[16 * width] = 0
+
+
 @pytest.mark.parametrize(
     ("kind", "fault", "what"),
     [
@@ -261,6 +275,7 @@ def bytes_beyond(payload, width):
         ("SEQ_TO_HEAD", lost_row, "rows that were not written (peer 0, row 3)"),
         ("HEAD_TO_SEQ", lost_row, "rows that were not written (peer 1, row 3)"),
         ("SEQ_TO_HEAD", bytes_beyond, "bytes beyond the 192 that were to come"),
+        ("HEAD_TO_SEQ", byte_behind, "bytes beyond the 192 that were to come"),
     ],
 )
 def test_what_a_sequence_exchange_should_not_have_brought_is_named(sequence_lanes, kind, fault, what):

@@ -1,8 +1,10 @@
 """Ranks that disagree, skip, come late or end: an error on every rank, in bounded time, and no hang."""
 
+import gc
 import os
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch.distributed as dist
 
 import symm_a2a
 from symm_a2a import SequenceGroup, head_to_seq, seq_to_head
+from symm_a2a.kernels.ulysses import Kind, Sizes
 from symm_a2a.testing import RankError, run_ranks
+from symm_a2a.ulysses.lane import SequenceLane
 from tests.ranks import wait_as_on_a_gpu
 
 X = torch.ones(2, 2, 4, 3)
@@ -208,6 +212,40 @@ def test_a_forgotten_groups_backward_says_so():
     del group
     with pytest.raises(symm_a2a.ClosedError, match="expected an open SequenceGroup"):
         out.sum().backward()
+
+
+class Activation:
+    """What a caller holds in a frame that an error passes through."""
+
+
+def fails_in_a_frame(call):
+    held = Activation()
+    seen = weakref.ref(held)
+    try:
+        call()
+    except symm_a2a.ExchangeError:
+        return seen
+    raise AssertionError("expected an exchange without a peer to fail")
+
+
+def left_alone(rank, group):
+    ours = SequenceGroup(group, max_bytes=4096, timeout=0.5)
+    if rank == 1:
+        ours.close()
+        return []
+    kept = [fails_in_a_frame(lambda: seq_to_head(X, ours)) for _ in range(2)]
+    gc.collect()
+    return [seen() for seen in kept]
+
+
+def test_a_failed_group_keeps_nothing_of_the_frames_its_errors_passed_through():
+    assert run_ranks(left_alone, 2) == [[None, None], []]
+    lane, _ = SequenceLane.world(2, max_bytes=4096, device=torch.device("cpu"))
+    sizes = Sizes.of(Kind.SEQ_TO_HEAD, X.shape, X.dtype, 2, 1)
+    lane.launch(Kind.SEQ_TO_HEAD, X, sizes)
+    kept = [fails_in_a_frame(lambda: lane.join(Kind.SEQ_TO_HEAD, X, sizes)) for _ in range(2)]
+    gc.collect()
+    assert [seen() for seen in kept] == [None, None]
 
 
 @pytest.mark.parametrize(
